@@ -1,0 +1,423 @@
+"""Typed configuration: every key a run reads, its type, its meaning and its limits.
+
+Values live in ``conf/*.yaml``; this module holds their types and the checks. It is the only one that touches
+OmegaConf or Hydra's composition: below it, code sees plain dataclasses and never changes them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from blockpilot.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+CONF_DIR = ROOT / "conf"
+
+T = TypeVar("T")
+
+
+def require(condition: bool, key: str, value: object, allowed: str) -> None:
+    """Raises ``UserError`` naming key, value and what is allowed, unless ``condition`` holds."""
+    if not condition:
+        raise UserError(f"{key}={value!r} is not allowed; expected {allowed}")
+
+
+def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    require(value in allowed, key, value, "one of " + ", ".join(allowed))
+
+
+@dataclass
+class ModelConfig:
+    """The target language model."""
+
+    name: str
+    """Name of the preset, as in conf/model."""
+    target: str
+    """Local folder, Hub id, or pkg:// folder inside the package."""
+    revision: str | None = None
+    """Hub revision of the target; None is the default branch."""
+    tokenizer: str | None = None
+    """Tokenizer folder or Hub id; None takes the target's."""
+    dtype: str = "auto"
+    """auto (the checkpoint's own), float32, bfloat16 or float16."""
+    attention: str = "sdpa"
+    """Attention implementation handed to transformers: sdpa, eager or flash_attention_2."""
+    thinking: bool = False
+    """Value of enable_thinking given to chat templates that know it."""
+
+    def __post_init__(self) -> None:
+        _one_of("model.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _one_of("model.attention", self.attention, ("sdpa", "eager", "flash_attention_2"))
+
+
+@dataclass
+class DrafterConfig:
+    """The block-diffusion drafter; its block size is read from its checkpoint, never typed here."""
+
+    name: str
+    """Name of the preset, as in conf/drafter."""
+    path: str
+    """Local folder, Hub id, or pkg:// folder inside the package."""
+    revision: str | None = None
+    """Hub revision; None is the default branch."""
+
+
+@dataclass
+class PromptSource:
+    """Where the prompts of one split come from."""
+
+    kind: str
+    """jsonl (rows with id, dataset, turns), txt (a line is a prompt) or hub (a data set on the Hub)."""
+    path: str | None = None
+    """File of a jsonl or txt source; relative paths start at the working directory, then at the project."""
+    repo: str | None = None
+    """Hub data set of a hub source, such as openai/gsm8k."""
+    subset: str | None = None
+    """Hub configuration name."""
+    split: str | None = None
+    """Hub split name, such as test."""
+    field: str | None = None
+    """Column that holds the prompt: a string, a list of strings, or a list of chat messages."""
+    template: str = "{prompt}"
+    """Text around the prompt; {prompt} is the column's value, other names are other columns."""
+    limit: int | None = None
+    """At most so many rows, from the start; None takes all."""
+
+    def __post_init__(self) -> None:
+        _one_of("dataset source kind", self.kind, ("jsonl", "txt", "hub"))
+        require(self.limit is None or self.limit > 0, "limit", self.limit, "a number above 0, or null")
+
+
+@dataclass
+class DatasetConfig:
+    """One data set: prompts to learn from and prompts to test on. Without ``test``, train is split by prompt id."""
+
+    train: PromptSource
+    """Prompts the predictor learns from (and is validated on)."""
+    test: PromptSource | None = None
+    """Held-out prompts; None holds out part of train by a hash of the prompt id."""
+
+
+@dataclass
+class GenerationConfig:
+    """How the target draws tokens; the same for labels, baseline and decoding."""
+
+    max_new_tokens: int = 160
+    """Output budget in tokens, the prefill token included."""
+    temperature: float = 0.0
+    """0 (or below 1e-5) is greedy."""
+    top_p: float = 1.0
+    """Nucleus mass, in (0, 1]."""
+    top_k: int = 0
+    """Number of most likely tokens kept; 0 keeps all."""
+    seed: int = 0
+    """Seed of the position-keyed noise."""
+
+    def __post_init__(self) -> None:
+        require(self.max_new_tokens >= 1, "generation.max_new_tokens", self.max_new_tokens, "a number of at least 1")
+        require(0 <= self.temperature < float("inf"), "generation.temperature", self.temperature, "0 or more")
+        require(0 < self.top_p <= 1, "generation.top_p", self.top_p, "a number in (0, 1]")
+        require(self.top_k >= 0, "generation.top_k", self.top_k, "0 (off) or more")
+
+
+@dataclass
+class OracleConfig:
+    """What labels are made and what is kept beside them."""
+
+    method: str = "replay"
+    """replay (draft along the known trajectory) or enumerate (decode once per block size; the check)."""
+    radius: int = 3
+    """Candidates are {B - radius .. B + radius}, cut at 2 from below."""
+    tail_mass: float = 1e-3
+    """Probability mass dropped from a stored prefill distribution; 0 keeps all of it."""
+    store_logits: bool = False
+    """Also store dense prefill logits (preprocess=logits needs them)."""
+    store_hidden: bool = False
+    """Also store the last-layer hidden state of the last prompt position (preprocess=hidden needs it)."""
+    tau_convention: str = "committed"
+    """committed, or reference (DFlash's own count: the last round is not cut; only for published figures)."""
+
+    def __post_init__(self) -> None:
+        _one_of("oracle.method", self.method, ("replay", "enumerate"))
+        require(self.radius >= 0, "oracle.radius", self.radius, "a number of at least 0")
+        require(0 <= self.tail_mass < 1, "oracle.tail_mass", self.tail_mass, "a number in [0, 1)")
+        _one_of("oracle.tau_convention", self.tau_convention, ("committed", "reference"))
+
+
+@dataclass
+class CollectConfig:
+    """How a cache is filled; nothing here changes its content."""
+
+    batch_size: int = 64
+    """Prompts decoded and replayed at once."""
+    shard_size: int = 256
+    """Rows in a Parquet shard: what a killed run loses at most."""
+    num_shards: int = 1
+    """Number of writers that share the work."""
+    shard_index: int = 0
+    """Which of them this is, from 0."""
+
+    def __post_init__(self) -> None:
+        require(self.batch_size >= 1, "collect.batch_size", self.batch_size, "a number of at least 1")
+        require(self.shard_size >= 1, "collect.shard_size", self.shard_size, "a number of at least 1")
+        require(self.num_shards >= 1, "collect.num_shards", self.num_shards, "a number of at least 1")
+        require(
+            0 <= self.shard_index < self.num_shards,
+            "collect.shard_index",
+            self.shard_index,
+            f"a number from 0 to collect.num_shards - 1 = {self.num_shards - 1}",
+        )
+
+
+@dataclass
+class PreprocessConfig:
+    """Which view of the prefill the predictor reads."""
+
+    kind: str = "probs"
+    """probs, logits, log_probs, topk, stats or hidden."""
+    top_k: int = 64
+    """Number of sorted probabilities for kind=topk."""
+
+    def __post_init__(self) -> None:
+        _one_of("preprocess.kind", self.kind, ("probs", "logits", "log_probs", "topk", "stats", "hidden"))
+        require(self.top_k >= 1, "preprocess.top_k", self.top_k, "a number of at least 1")
+
+
+@dataclass
+class PredictorConfig:
+    """The block-size classifier."""
+
+    k: int = 2
+    """Radius of its candidates {B - k .. B + k}; at most oracle.radius."""
+    depth: int = 2
+    """Number of hidden layers."""
+    width: int = 2048
+    """Units per hidden layer."""
+    dropout: float = 0.2
+    """Dropout after each hidden layer."""
+    residual: bool = True
+    """Residual connection around every hidden layer after the first."""
+    loss: str = "ce"
+    """ce (paper), soft (cross-entropy against a softmax of the tau curve) or regret (expected regret)."""
+    soft_temperature: float = 0.05
+    """Softmax temperature of loss=soft, in units of the relative tau difference."""
+
+    def __post_init__(self) -> None:
+        require(self.k >= 0, "predictor.k", self.k, "a number of at least 0")
+        require(self.depth >= 1, "predictor.depth", self.depth, "a number of at least 1")
+        require(self.width >= 1, "predictor.width", self.width, "a number of at least 1")
+        require(0 <= self.dropout < 1, "predictor.dropout", self.dropout, "a number in [0, 1)")
+        _one_of("predictor.loss", self.loss, ("ce", "soft", "regret"))
+        require(self.soft_temperature > 0, "predictor.soft_temperature", self.soft_temperature, "a number above 0")
+
+
+@dataclass
+class ObjectiveConfig:
+    """What the best block size is best at."""
+
+    name: str = "tau"
+    """tau (paper): acceptance length."""
+
+    def __post_init__(self) -> None:
+        _one_of("objective.name", self.name, ("tau",))
+
+
+@dataclass
+class TrainerConfig:
+    """The training loop."""
+
+    max_epochs: int = 60
+    """Most passes over the training prompts."""
+    batch_size: int = 64
+    """Prompts per optimizer step."""
+    learning_rate: float = 1e-3
+    """AdamW step size."""
+    weight_decay: float = 0.01
+    """AdamW decoupled weight decay."""
+    patience: int = 10
+    """Epochs without a lower validation regret before training stops."""
+    validation_share: float = 0.2
+    """Share of the training prompts, by a hash of their ids, kept for validation."""
+    test_share: float = 0.2
+    """Share kept for testing where a data set brings no test prompts of its own."""
+
+    def __post_init__(self) -> None:
+        require(self.max_epochs >= 1, "trainer.max_epochs", self.max_epochs, "a number of at least 1")
+        require(self.batch_size >= 1, "trainer.batch_size", self.batch_size, "a number of at least 1")
+        require(self.learning_rate > 0, "trainer.learning_rate", self.learning_rate, "a number above 0")
+        require(self.weight_decay >= 0, "trainer.weight_decay", self.weight_decay, "0 or more")
+        require(self.patience >= 1, "trainer.patience", self.patience, "a number of at least 1")
+        for name in ("validation_share", "test_share"):
+            require(0 < getattr(self, name) < 1, f"trainer.{name}", getattr(self, name), "a number in (0, 1)")
+
+
+@dataclass
+class EvaluationConfig:
+    """Real speculative decoding of held-out prompts."""
+
+    num_prompts: int = 64
+    """Test prompts decoded for real, evenly spaced over the test set; offline figures use all of them."""
+    every_n_epochs: int = 0
+    """Decode during training every so many epochs; 0 only at the end."""
+    bootstrap_samples: int = 2000
+    """Resamplings of the prompts behind each interval."""
+
+    def __post_init__(self) -> None:
+        require(self.num_prompts >= 1, "evaluation.num_prompts", self.num_prompts, "a number of at least 1")
+        require(self.every_n_epochs >= 0, "evaluation.every_n_epochs", self.every_n_epochs, "0 (only at the end) or more")
+        require(
+            self.bootstrap_samples >= 1, "evaluation.bootstrap_samples", self.bootstrap_samples, "a number of at least 1"
+        )
+
+
+@dataclass
+class LoggerConfig:
+    """Where metrics go besides the output folder."""
+
+    kind: str = "wandb"
+    """wandb, csv or none."""
+    project: str = "blockpilot"
+    """W&B project."""
+    mode: str | None = None
+    """online, offline or disabled; None takes WANDB_MODE, else offline."""
+    group: str | None = None
+    """W&B group; None is the sweep's name in a multirun, else no group."""
+    name: str | None = None
+    """W&B run name; None lets W&B choose."""
+
+    def __post_init__(self) -> None:
+        _one_of("logger.kind", self.kind, ("wandb", "csv", "none"))
+        if self.mode is not None:
+            _one_of("logger.mode", self.mode, ("online", "offline", "disabled"))
+
+
+@dataclass
+class PolicyConfig:
+    """Which policy evaluate.py compares with the standard rows."""
+
+    name: str = "predictor"
+    """predictor (a trained policy folder) or fixed (a block size)."""
+    path: str | None = None
+    """Folder of a trained policy, for name=predictor."""
+    block_size: int | None = None
+    """Block size of name=fixed; None is B."""
+
+    def __post_init__(self) -> None:
+        _one_of("policy.name", self.name, ("predictor", "fixed"))
+        require(self.block_size is None or self.block_size >= 1, "policy.block_size", self.block_size, "1 or more")
+
+
+@dataclass
+class CollectRunConfig:
+    """All that ``python -m blockpilot.collect`` reads: the part every command shares."""
+
+    model: ModelConfig
+    drafter: DrafterConfig
+    dataset: dict[str, DatasetConfig]
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    oracle: OracleConfig = field(default_factory=OracleConfig)
+    collect: CollectConfig = field(default_factory=CollectConfig)
+    device: str = "auto"
+    """auto (a GPU when there is one), cpu, cuda or cuda:N."""
+    seed: int = 0
+    """Seed of everything that is not decoding: splits' order, initial weights, bootstrap."""
+    cache_dir: str = "data/cache"
+    """Where caches live; relative paths start at the project."""
+
+    def __post_init__(self) -> None:
+        require(len(self.dataset) >= 1, "dataset", list(self.dataset), "at least one data set")
+        known = self.device in ("auto", "cpu", "cuda") or self.device.removeprefix("cuda:").isdigit()
+        require(known, "device", self.device, "auto, cpu, cuda or cuda:N")
+        require(self.seed >= 0, "seed", self.seed, "0 or more")
+
+
+@dataclass
+class EvaluateConfig(CollectRunConfig):
+    """All that ``evaluate.py`` reads."""
+
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+
+@dataclass
+class TrainConfig(CollectRunConfig):
+    """All that ``train.py`` reads."""
+
+    preprocess: PreprocessConfig = field(default_factory=PreprocessConfig)
+    predictor: PredictorConfig = field(default_factory=PredictorConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.predictor.k <= self.oracle.radius,
+            "predictor.k",
+            self.predictor.k,
+            f"at most oracle.radius={self.oracle.radius}; raise oracle.radius to collect labels for more block sizes",
+        )
+        needs = {"logits": "oracle.store_logits", "hidden": "oracle.store_hidden"}.get(self.preprocess.kind)
+        if needs is not None and not getattr(self.oracle, needs.removeprefix("oracle.")):
+            raise UserError(f"preprocess={self.preprocess.kind} needs {needs}=true, got false")
+
+
+def to_dataclass(config: DictConfig, schema: type[T]) -> T:
+    """A composed Hydra config as a checked ``schema`` instance.
+
+    Raises:
+        UserError: an unknown key, a value of the wrong type, a missing value or a broken limit.
+    """
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(schema), config)
+        result = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or "config"
+        raise UserError(f"{key}: {str(error).splitlines()[0]}") from error
+    assert isinstance(result, schema)
+    return result
+
+
+def to_plain(config: object) -> dict[str, Any]:
+    """A config dataclass as nested plain containers, fit for JSON, hyper-parameters and W&B."""
+    assert dataclasses.is_dataclass(config) and not isinstance(config, type)
+    return dataclasses.asdict(config)
+
+
+def to_yaml(config: object) -> str:
+    """A config dataclass as YAML text."""
+    return OmegaConf.to_yaml(OmegaConf.create(to_plain(config)))
+
+
+def preset_names(group: str) -> list[str]:
+    """Names of the presets in one folder of ``conf/``."""
+    return sorted(path.stem for path in (CONF_DIR / group).glob("*.yaml"))
+
+
+def load_preset(group: str, name: str, schema: type[T]) -> T:
+    """One YAML of ``conf/`` as a dataclass.
+
+    Raises:
+        UserError: there is no such preset; the message lists those there are.
+    """
+    names = preset_names(group)
+    require(name in names, group, name, "one of " + ", ".join(names))
+    loaded = OmegaConf.load(CONF_DIR / group / f"{name}.yaml")
+    assert isinstance(loaded, DictConfig)
+    return to_dataclass(loaded, schema)
+
+
+def project_path(path: str | os.PathLike[str]) -> Path:
+    """``path`` itself if absolute or there; otherwise the same path inside the project."""
+    given = Path(path).expanduser()
+    return given if given.is_absolute() or given.exists() else ROOT / given
