@@ -1,0 +1,18 @@
+"""Noise and filters, the verification rule, the engine. Knows no policy: it is handed one."""
+
+from blockpilot.decoding.engine import BlockSizePolicy, Generation, Prefill, Round, generate
+from blockpilot.decoding.sampling import Sampling, draw_tokens, prompt_key
+from blockpilot.decoding.trajectory import Trajectory, decode_trajectories
+
+__all__ = [
+    "BlockSizePolicy",
+    "Generation",
+    "Prefill",
+    "Round",
+    "Sampling",
+    "Trajectory",
+    "decode_trajectories",
+    "draw_tokens",
+    "generate",
+    "prompt_key",
+]

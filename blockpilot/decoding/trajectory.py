@@ -1,0 +1,165 @@
+"""The target's own outputs for many prompts at once, with the tapped hidden states a replay needs.
+
+Knows the target and the sampling rule; nothing of drafts. Plain autoregressive decoding of a ragged batch:
+by the position-keyed noise its tokens are those of :func:`~blockpilot.decoding.engine.generate`.
+
+Shapes: B prompts, V vocabulary, D hidden size, F tapped features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blockpilot.decoding.engine import check_prompt
+from blockpilot.decoding.sampling import Sampling, draw_tokens, prompt_key
+from blockpilot.decoding.verify import output_budget
+from blockpilot.models.kv_cache import RaggedKVCache
+from blockpilot.models.pair import Pair
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One prompt's output and what the target computed on the way."""
+
+    prompt_ids: list[int]
+    output_ids: list[int]
+    """Up to the first stop token or the budget."""
+    beyond_ids: list[int]
+    """What the target would have drawn next, as many as were asked for (and fit)."""
+    logits: Tensor
+    """fp32 ``[V]``, raw, at the last prompt position."""
+    hidden: Tensor
+    """fp32 ``[D]``, input of the head at the last prompt position."""
+    features: Tensor
+    """``[len(prompt_ids) + len(output_ids) - 1, F]``: every processed position up to the last that can precede an anchor."""
+
+
+@torch.inference_mode()
+def decode_trajectories(
+    pair: Pair,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    max_new_tokens: int,
+    stop_token_ids: Sequence[int],
+    beyond: int = 0,
+) -> list[Trajectory]:
+    """Decodes all ``prompts`` side by side, one token per row and step.
+
+    Args:
+        pair: the target, and the drafter whose tapped layers are kept.
+        prompts: token ids of each.
+        sampling: temperature, filters, seed.
+        max_new_tokens: output budget of each.
+        stop_token_ids: tokens that end an output.
+        beyond: tokens to draw past each output's end.
+
+    Raises:
+        UserError: a prompt that cannot be decoded.
+    """
+    for prompt in prompts:
+        check_prompt(pair, prompt, max_new_tokens)
+    return _Batch(pair, prompts, sampling, max_new_tokens, frozenset(stop_token_ids), beyond).run()
+
+
+class _Batch:
+    def __init__(
+        self,
+        pair: Pair,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        max_new_tokens: int,
+        stops: frozenset[int],
+        beyond: int,
+    ) -> None:
+        self.pair, self.sampling, self.stops = pair, sampling, stops
+        self.prompts = [list(prompt) for prompt in prompts]
+        self.keys = [prompt_key(prompt) for prompt in self.prompts]
+        limits = [output_budget(max_new_tokens, len(p), pair.max_positions) for p in self.prompts]
+        self.budgets = limits
+        # tokens past the end need positions too
+        self.limits = [
+            output_budget(limit + beyond, len(p), pair.max_positions)
+            for limit, p in zip(limits, self.prompts, strict=True)
+        ]
+        self.beyond = beyond
+        self.outputs: list[list[int]] = [[] for _ in prompts]
+        self.ends: list[int | None] = [None] * len(prompts)
+
+    def run(self) -> list[Trajectory]:
+        pair = self.pair
+        capacity = max(len(p) + n for p, n in zip(self.prompts, self.limits, strict=True))
+        cache = pair.runner.new_ragged_cache(capacity, len(self.prompts))
+        size = len(pair.runner.layer_ids) * pair.target.config.get_text_config().hidden_size
+        self.features = torch.empty(
+            len(self.prompts), capacity, size, dtype=pair.target.dtype, device=pair.device
+        )
+        self._prefill(cache)
+        active = [i for i in range(len(self.prompts)) if not self._finished(i)]
+        held = list(range(len(self.prompts)))
+        while active:
+            if len(active) <= 0.8 * len(held):
+                cache.keep_rows(torch.tensor([held.index(i) for i in active], device=pair.device))
+                held = active
+            self._step(cache, held)
+            active = [i for i in active if not self._finished(i)]
+        return [self._trajectory(i) for i in range(len(self.prompts))]
+
+    def _prefill(self, cache: RaggedKVCache) -> None:
+        """Prompts of equal length together: no padding, so the same numbers as a prompt alone."""
+        device = self.pair.device
+        by_length: dict[int, list[int]] = {}
+        for index, prompt in enumerate(self.prompts):
+            by_length.setdefault(len(prompt), []).append(index)
+        self.prefill: dict[int, tuple[Tensor, Tensor]] = {}
+        for length, members in sorted(by_length.items()):
+            rows = torch.tensor(members, device=device)
+            tokens = torch.tensor([self.prompts[i] for i in members], device=device)
+            positions = torch.arange(length, device=device).expand(len(members), -1)
+            out = self.pair.runner.forward_ragged(tokens, cache, rows, positions, keep=1)
+            assert out.features is not None
+            self.features[rows, :length] = out.features
+            draws = draw_tokens(out.logits[:, 0], self.sampling, [self.keys[i] for i in members], [0] * len(members))
+            for index, token, logits, hidden in zip(members, draws.tolist(), out.logits, out.hidden, strict=True):
+                self.prefill[index] = (logits[0].float().cpu(), hidden[-1].float().cpu())
+                self._append(index, token)
+
+    def _step(self, cache: RaggedKVCache, held: Sequence[int]) -> None:
+        device = self.pair.device
+        # rows that have finished but are still held repeat their last position: harmless, and not recorded
+        places = [len(self.prompts[i]) + len(self.outputs[i]) - 1 for i in held]
+        tokens = torch.tensor([[self.outputs[i][-1]] for i in held], device=device)
+        rows = torch.arange(len(held), device=device)
+        last = min(cache.capacity, self.pair.max_positions) - 1
+        spots = [min(place, last) for place in places]
+        positions = torch.tensor(spots, device=device)[:, None]
+        out = self.pair.runner.forward_ragged(tokens, cache, rows, positions, keep=1)
+        assert out.features is not None
+        self.features[torch.tensor(held, device=device), positions[:, 0]] = out.features[:, 0]
+        draws = draw_tokens(
+            out.logits[:, 0], self.sampling, [self.keys[i] for i in held], [len(self.outputs[i]) for i in held]
+        )
+        for index, token in zip(held, draws.tolist(), strict=True):
+            if not self._finished(index):
+                self._append(index, token)
+
+    def _append(self, index: int, token: int) -> None:
+        output = self.outputs[index]
+        output.append(token)
+        if self.ends[index] is None and (token in self.stops or len(output) >= self.budgets[index]):
+            self.ends[index] = len(output)
+
+    def _finished(self, index: int) -> bool:
+        end = self.ends[index]
+        return end is not None and len(self.outputs[index]) >= min(end + self.beyond, self.limits[index])
+
+    def _trajectory(self, index: int) -> Trajectory:
+        prompt, output, end = self.prompts[index], self.outputs[index], self.ends[index]
+        assert end is not None
+        logits, hidden = self.prefill[index]
+        processed = self.features[index, : len(prompt) + end - 1]
+        return Trajectory(prompt, output[:end], output[end:], logits, hidden, processed)

@@ -1,0 +1,104 @@
+"""Trainer callbacks: real decoding during and after training, early stopping, checkpoints.
+
+Know when to act and where figures go; what decoding is, the callable they are given knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import nn
+
+from blockpilot.learning.module import BlockSizeModule
+
+MONITORED = "val/regret"
+"""What training minimises over its epochs."""
+
+
+class DecodingEvaluation(Callback):
+    """Decodes held-out prompts with the predictor as it stands and logs the figures.
+
+    Args:
+        evaluate: takes the module, in evaluation mode and without gradients, and returns figures by the key they
+            are logged under, such as ``eval/tau`` and ``eval/speedup``.
+        every_n_epochs: decode after every so many validation epochs; 0 only at the end.
+        at_end: decode when training ends, unless these very weights have been decoded just before. Those are the
+            last weights; a run that goes on to evaluate its best checkpoint switches this off.
+
+    Attributes:
+        results: figures of each evaluation, by the number of optimizer steps taken.
+    """
+
+    def __init__(
+        self,
+        evaluate: Callable[[BlockSizeModule], Mapping[str, float]],
+        every_n_epochs: int = 0,
+        at_end: bool = True,
+    ):
+        super().__init__()
+        self._evaluate = evaluate
+        self.every_n_epochs = every_n_epochs
+        self.at_end = at_end
+        self.results: dict[int, dict[str, float]] = {}
+
+    def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Forgets the figures of an earlier fit."""
+        self.results = {}
+
+    def on_validation_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Decodes if this epoch is due; the figures join the epoch's other ``val/`` figures."""
+        fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        if fitting and self.every_n_epochs > 0 and (trainer.current_epoch + 1) % self.every_n_epochs == 0:
+            pl_module.log_dict(self._run(trainer, pl_module))
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Decodes with the final weights, while the module is still on its device (``on_fit_end`` is too late)."""
+        if self.at_end and trainer.global_step not in self.results:
+            figures = self._run(trainer, pl_module)
+            for logger in trainer.loggers:  # the module's own log() is closed by now
+                logger.log_metrics(figures, step=trainer.global_step)
+
+    def _run(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> dict[str, float]:
+        assert isinstance(module, BlockSizeModule)
+        with evaluating(module), isolate_rng():  # watching a training run must not change it
+            figures = {key: float(value) for key, value in self._evaluate(module).items()}
+        self.results[trainer.global_step] = figures
+        return figures
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards every submodule is back in the mode it was in."""
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part, training in modes.items():
+            part.training = training
+
+
+def early_stopping_and_checkpoint(patience: int, dirpath: str | Path) -> list[Callback]:
+    """Stops when ``val/regret`` has not fallen for ``patience`` epochs, and keeps the epoch where it was lowest.
+
+    The checkpoint is ``<dirpath>/epoch-<number>.ckpt``: a metric's name in it would make folders of its "/" and break
+    Hydra overrides with its "=".
+    """
+    stopping = EarlyStopping(monitor=MONITORED, mode="min", patience=patience)
+    checkpoint = ModelCheckpoint(
+        dirpath=dirpath,
+        filename="epoch-{epoch:03d}",
+        monitor=MONITORED,
+        mode="min",
+        save_top_k=1,
+        auto_insert_metric_name=False,
+    )
+    return [stopping, checkpoint]

@@ -1,0 +1,48 @@
+"""Formulas, torchmetrics wrappers that hold sums and counts, and per-policy summaries. Knows no model and no file."""
+
+from __future__ import annotations
+
+from blockpilot.metrics.formulas import (
+    best_choice,
+    best_fixed,
+    bootstrap_interval,
+    headroom_captured,
+    is_best,
+    mean_tau,
+    pooled_tau,
+    regret_per_prompt,
+    speedup,
+    tau_per_prompt,
+)
+from blockpilot.metrics.modules import (
+    ChoiceMetric,
+    ChoicePooledTau,
+    ChoiceRegret,
+    ChoiceTau,
+    HeadroomCaptured,
+    TieAwareAccuracy,
+)
+from blockpilot.metrics.summary import DecodedPrompt, Interval, PolicySummary, summarize
+
+__all__ = [
+    "ChoiceMetric",
+    "ChoicePooledTau",
+    "ChoiceRegret",
+    "ChoiceTau",
+    "DecodedPrompt",
+    "HeadroomCaptured",
+    "Interval",
+    "PolicySummary",
+    "TieAwareAccuracy",
+    "best_choice",
+    "best_fixed",
+    "bootstrap_interval",
+    "headroom_captured",
+    "is_best",
+    "mean_tau",
+    "pooled_tau",
+    "regret_per_prompt",
+    "speedup",
+    "summarize",
+    "tau_per_prompt",
+]

@@ -1,0 +1,297 @@
+"""The pair a run works with: target, drafter and tokenizer, checked to belong together.
+
+Knows how to load and check them; nothing of decoding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
+
+from blockpilot.config import DrafterConfig, ModelConfig, load_preset
+from blockpilot.errors import UserError
+from blockpilot.models.drafter import DFlashDrafter
+from blockpilot.models.locate import hub_commit, locate
+from blockpilot.models.target import TargetRunner, decoder_layers
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target, its drafter and their tokenizer, on one device, in evaluation mode."""
+
+    target: PreTrainedModel
+    drafter: DFlashDrafter
+    tokenizer: PreTrainedTokenizerBase
+    name: str = "custom"
+    thinking: bool = False
+    """Value of ``enable_thinking`` given to chat templates."""
+    commits: tuple[str | None, str | None] = (None, None)
+    """Hub commits of target and drafter, where they came from the Hub."""
+
+    @property
+    def block_size(self) -> int:
+        """B: the block size the drafter was trained with."""
+        return self.drafter.block_size
+
+    @property
+    def mask_token_id(self) -> int:
+        """Token that stands for a position to be drafted."""
+        return self.drafter.mask_token_id
+
+    @cached_property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Union of the tokenizer's and the generation config's end tokens, rising."""
+        found = {self.tokenizer.eos_token_id}
+        configured = getattr(self.target.generation_config, "eos_token_id", None)
+        found |= set(configured) if isinstance(configured, (list, tuple)) else {configured}
+        return tuple(sorted(cast(set[int], found - {None})))
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the target's logits."""
+        return self.runner.head.weight.shape[0]
+
+    @property
+    def max_positions(self) -> int:
+        """Positions the target can hold."""
+        return self.target.config.get_text_config().max_position_embeddings
+
+    @property
+    def max_drafter_positions(self) -> int:
+        """Positions the drafter can hold."""
+        return self.drafter.config.max_position_embeddings
+
+    @cached_property
+    def runner(self) -> TargetRunner:
+        """The target with this drafter's layers tapped."""
+        return TargetRunner(self.target, self.drafter.target_layer_ids)
+
+    @property
+    def device(self) -> torch.device:
+        """Where both models are."""
+        return self.runner.device
+
+    def encode(self, turns: Sequence[str], answers: Sequence[str] = ()) -> list[int]:
+        """User turns (and the target's answers to all but the last) as token ids, ready to be answered.
+
+        The chat template renders and tokenises in one step. A tokenizer without one gets the texts joined by newlines.
+
+        Raises:
+            UserError: ``answers`` does not leave exactly one turn open.
+        """
+        if len(answers) != len(turns) - 1:
+            raise UserError(f"{len(turns)} turns with {len(answers)} answers; expected one answer fewer than turns")
+        if self.tokenizer.chat_template is None:
+            texts = [text for pair in zip(turns, [*answers, ""], strict=True) for text in pair if text]
+            return list(self.tokenizer.encode("\n".join(texts)))
+        messages = []
+        for index, turn in enumerate(turns):
+            messages.append({"role": "user", "content": turn})
+            if index < len(answers):
+                messages.append({"role": "assistant", "content": answers[index]})
+        encoded = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False, enable_thinking=self.thinking
+        )
+        return [int(i) for i in cast(list[int], encoded)]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of output tokens, without special tokens."""
+        return cast(str, self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        """Plain strings that change when the pair's behaviour may: weights or commits, dtype, tokenizer, template."""
+        target_commit, drafter_commit = self.commits
+        template = self.tokenizer.chat_template or ""
+        vocabulary = sorted(self.tokenizer.get_vocab().items())
+        return {
+            "target": target_commit or weights_digest(self.target),
+            "drafter": drafter_commit or weights_digest(self.drafter),
+            "dtype": str(self.target.dtype).removeprefix("torch."),
+            "tokenizer": _digest(repr(vocabulary).encode()),
+            "chat_template": _digest(str(template).encode()),
+            "thinking": str(self.thinking).lower(),
+        }
+
+
+def load_pair(
+    name: str | None = None,
+    *,
+    target: str | Path | PreTrainedModel | None = None,
+    drafter: str | Path | DFlashDrafter | None = None,
+    tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
+    dtype: str | None = None,
+    device: str = "auto",
+) -> Pair:
+    """Loads a pair by preset name, or from parts.
+
+    Args:
+        name: a preset in ``conf/model`` (its drafter is the preset of the same name in ``conf/drafter``).
+        target, drafter, tokenizer: a local folder, a Hub id or an object each; with ``name`` they override its own.
+        dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``; None takes the preset's (``auto`` without one).
+        device: ``auto`` (a GPU when there is one), ``cpu``, ``cuda`` or ``cuda:N``. Objects are moved there too.
+
+    Raises:
+        UserError: something cannot be found or loaded, or the parts do not belong together.
+    """
+    if name is None and (target is None or drafter is None):
+        raise UserError("load_pair needs a preset name, or both target= and drafter=")
+    model = load_preset("model", name, ModelConfig) if name else ModelConfig(name="custom", target="")
+    draft = load_preset("drafter", name, DrafterConfig) if name else DrafterConfig(name="custom", path="")
+    return assemble_pair(
+        model,
+        draft,
+        device=device,
+        target=target,
+        drafter=drafter,
+        tokenizer=tokenizer,
+        dtype=dtype,
+    )
+
+
+def assemble_pair(
+    model: ModelConfig,
+    draft: DrafterConfig,
+    *,
+    device: str = "auto",
+    target: str | Path | PreTrainedModel | None = None,
+    drafter: str | Path | DFlashDrafter | None = None,
+    tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
+    dtype: str | None = None,
+) -> Pair:
+    """The pair of two configurations; arguments as in :func:`load_pair` override them."""
+    target = target if target is not None else model.target
+    drafter = drafter if drafter is not None else draft.path
+    tokenizer = tokenizer if tokenizer is not None else model.tokenizer
+    # everything is located before anything heavy is read
+    target_folder = None if isinstance(target, PreTrainedModel) else _locate(target, "model.target", model.revision)
+    drafter_folder = None if isinstance(drafter, nn.Module) else _locate(drafter, "drafter.path", draft.revision)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        if tokenizer is None and target_folder is None:
+            raise UserError("load_pair with a target object needs tokenizer= as well")
+        folder = _locate(tokenizer, "model.tokenizer", None) if tokenizer is not None else cast(Path, target_folder)
+        tokenizer = _guard("model.tokenizer", folder, lambda: AutoTokenizer.from_pretrained(folder))
+    place = resolve_device(device)
+    kind = _dtype(dtype or model.dtype)
+    if target_folder is not None:
+        target = _guard(
+            "model.target",
+            target_folder,
+            lambda: AutoModelForCausalLM.from_pretrained(
+                target_folder, dtype=kind, attn_implementation=model.attention
+            ),
+        )
+    assert isinstance(target, PreTrainedModel)
+    if drafter_folder is not None:
+        drafter = _guard("drafter.path", drafter_folder, lambda: load_drafter(drafter_folder, target.dtype))
+    assert isinstance(drafter, DFlashDrafter)
+    check_fit(target, drafter)
+    commits = tuple(None if f is None else hub_commit(f) for f in (target_folder, drafter_folder))
+    return Pair(
+        cast(PreTrainedModel, target.to(place).eval()),
+        cast(DFlashDrafter, drafter.to(place).eval()),
+        tokenizer,
+        model.name,
+        model.thinking,
+        cast(tuple[str | None, str | None], commits),
+    )
+
+
+def load_drafter(folder: Path, dtype: torch.dtype) -> DFlashDrafter:
+    """A drafter from a folder with ``config.json`` and safetensors, under the keys of z-lab checkpoints.
+
+    Raises:
+        ValueError: the configuration misses a DFlash key, or the weights miss or add one.
+    """
+    config = Qwen3Config.from_pretrained(folder)
+    loaded = DFlashDrafter.from_pretrained(folder, config=config, dtype=dtype, output_loading_info=True)
+    drafter, report = cast(tuple[DFlashDrafter, dict[str, list[str]]], loaded)
+    for word in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if report.get(word):
+            raise UserError(f"drafter weights in {folder.name}: {word.replace('_', ' ')} {sorted(map(str, report[word]))[:3]}")
+    return drafter
+
+
+def check_fit(target: PreTrainedModel, drafter: DFlashDrafter) -> None:
+    """Whether the drafter was made for a target like this one.
+
+    Raises:
+        UserError: hidden size, vocabulary, depth or a tapped layer differ; the message names both values.
+    """
+    config = target.config.get_text_config()
+    depth = len(decoder_layers(target))
+    pairs = [
+        ("hidden_size", drafter.config.hidden_size, config.hidden_size),
+        ("vocab_size", drafter.config.vocab_size, config.vocab_size),
+    ]
+    told = getattr(drafter.config, "num_target_layers", None)
+    if told is not None:
+        pairs.append(("number of target layers", told, depth))
+    beyond = [i for i in drafter.target_layer_ids if i >= depth]
+    if beyond:
+        raise UserError(
+            f"the drafter taps target layer {beyond[0]}, the target has {depth} layers (0 to {depth - 1}): "
+            "drafter and target do not belong together"
+        )
+    for what, expected, got in pairs:
+        if expected != got:
+            raise UserError(
+                f"drafter and target do not belong together: the drafter expects {what} {expected}, the target has {got}"
+            )
+    rows = target.get_input_embeddings().weight.shape[0]
+    if not 0 <= drafter.mask_token_id < rows:
+        raise UserError(f"the drafter's mask_token_id is {drafter.mask_token_id}, the target's embedding has {rows} rows")
+
+
+def resolve_device(device: str) -> torch.device:
+    """``auto`` becomes the GPU when there is one.
+
+    Raises:
+        UserError: a GPU is asked for and there is none.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"device={device!r} is not available here; expected auto or cpu")
+    return torch.device(device)
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Digest of names, types and bytes of all parameters and buffers, whatever device they are on."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(memoryview(flat.numpy()))
+    return "sha256:" + digest.hexdigest()[:32]
+
+
+def _digest(data: bytes) -> str:
+    return "sha256:" + hashlib.sha256(data).hexdigest()[:32]
+
+
+def _locate(source: str | Path | object, key: str, revision: str | None) -> Path:
+    return locate(str(source), key=key, revision=revision)
+
+
+def _dtype(name: str) -> str | torch.dtype:
+    return name if name == "auto" else cast(torch.dtype, getattr(torch, name))
+
+
+def _guard(key: str, folder: Path, load):
+    """Turns the many errors of loading broken files into one line."""
+    try:
+        return load()
+    except UserError:
+        raise
+    except Exception as error:  # truncated safetensors, bad JSON, unknown architectures: each has its own class
+        first = (str(error).splitlines() or [""])[0]
+        raise UserError(f"{key}: the files in {folder} cannot be loaded: {type(error).__name__}: {first}") from error

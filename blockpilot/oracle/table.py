@@ -1,0 +1,142 @@
+"""Labels and prefill distributions of many prompts as a few flat tensors.
+
+Knows the layout that learning and evaluation read; nothing of files (``cache.py``) or of how labels are made.
+
+Shapes: N prompts, K candidate block sizes, V vocabulary, D hidden size, Z stored non-zeros in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from blockpilot.errors import UserError
+
+
+@dataclass(frozen=True)
+class Distributions:
+    """Sparse next-token distributions in CSR form, each row sorted by falling probability.
+
+    Row ``i`` holds ``token_ids[offsets[i]:offsets[i + 1]]`` with ``probs`` at the same places.
+    """
+
+    offsets: Tensor
+    """int64 ``[N + 1]``."""
+    token_ids: Tensor
+    """int64 ``[Z]``."""
+    probs: Tensor
+    """float32 ``[Z]``."""
+    vocab_size: int
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def select(self, indices: Tensor) -> Distributions:
+        """The rows at ``indices`` (int64 ``[M]``), in that order, without per-row Python."""
+        starts, lengths = self.offsets[indices], self.offsets[indices + 1] - self.offsets[indices]
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        rows = torch.repeat_interleave(torch.arange(len(indices), device=lengths.device), lengths)
+        places = starts[rows] + torch.arange(int(offsets[-1]), device=lengths.device) - offsets[rows]
+        return Distributions(offsets, self.token_ids[places], self.probs[places], self.vocab_size)
+
+
+@dataclass(frozen=True)
+class LabelTable:
+    """What the oracle knows of N prompts."""
+
+    prompt_ids: tuple[str, ...]
+    datasets: tuple[str, ...]
+    """Data set of each prompt."""
+    prompt_lengths: Tensor
+    """int64 ``[N]``: prompt tokens."""
+    block_sizes: tuple[int, ...]
+    """The K candidates, rising."""
+    committed_tokens: Tensor
+    """int64 ``[N, K]``: sum of the acceptance lengths."""
+    rounds: Tensor
+    """int64 ``[N, K]``; 0 where the output is the prefill token alone."""
+    distributions: Distributions
+    logits: Tensor | None = None
+    """float32 ``[N, V]``, if the cache stores them."""
+    hidden: Tensor | None = None
+    """float32 ``[N, D]``, if the cache stores them."""
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def tau(self) -> Tensor:
+        """float64 ``[N, K]``: mean acceptance length per prompt and block size; NaN without rounds."""
+        return self.committed_tokens.double() / self.rounds.double()
+
+    def select(self, indices: Sequence[int] | Tensor) -> LabelTable:
+        """The prompts at ``indices``, in that order."""
+        index = torch.as_tensor(indices, dtype=torch.int64)
+        return replace(
+            self,
+            prompt_ids=tuple(self.prompt_ids[i] for i in index.tolist()),
+            datasets=tuple(self.datasets[i] for i in index.tolist()),
+            prompt_lengths=self.prompt_lengths[index],
+            committed_tokens=self.committed_tokens[index],
+            rounds=self.rounds[index],
+            distributions=self.distributions.select(index),
+            logits=None if self.logits is None else self.logits[index],
+            hidden=None if self.hidden is None else self.hidden[index],
+        )
+
+    def restrict(self, block_sizes: Sequence[int]) -> LabelTable:
+        """The same prompts with only these candidates.
+
+        Raises:
+            UserError: a block size without labels.
+        """
+        missing = [b for b in block_sizes if b not in self.block_sizes]
+        if missing:
+            raise UserError(f"block sizes {missing} have no labels; the cache holds {list(self.block_sizes)}")
+        columns = [self.block_sizes.index(b) for b in block_sizes]
+        return replace(
+            self,
+            block_sizes=tuple(block_sizes),
+            committed_tokens=self.committed_tokens[:, columns],
+            rounds=self.rounds[:, columns],
+        )
+
+
+def concatenate(tables: Sequence[LabelTable]) -> LabelTable:
+    """Several tables of the same candidates and vocabulary as one.
+
+    Raises:
+        UserError: candidates differ, or only some tables hold ``logits`` or ``hidden``.
+    """
+    first = tables[0]
+    for table in tables[1:]:
+        if table.block_sizes != first.block_sizes:
+            raise UserError(f"tables differ in block_sizes: {list(first.block_sizes)} and {list(table.block_sizes)}")
+        for name in ("logits", "hidden"):
+            if (getattr(table, name) is None) != (getattr(first, name) is None):
+                raise UserError(f"only some of the tables hold {name}")
+    ends = [0]
+    for table in tables:
+        ends.append(ends[-1] + int(table.distributions.offsets[-1]))
+    offsets = [torch.zeros(1, dtype=torch.int64)]
+    offsets += [table.distributions.offsets[1:] + end for table, end in zip(tables, ends, strict=False)]
+    joined = {
+        field.name: torch.cat([getattr(table, field.name) for table in tables])
+        for field in fields(first)
+        if isinstance(getattr(first, field.name), Tensor)
+    }
+    return replace(
+        first,
+        prompt_ids=tuple(i for table in tables for i in table.prompt_ids),
+        datasets=tuple(d for table in tables for d in table.datasets),
+        distributions=Distributions(
+            torch.cat(offsets),
+            torch.cat([table.distributions.token_ids for table in tables]),
+            torch.cat([table.distributions.probs for table in tables]),
+            first.distributions.vocab_size,
+        ),
+        **joined,
+    )

@@ -1,0 +1,161 @@
+"""Figures of an evaluation: tau by block size, tau by policy, block sizes chosen.
+
+Know labels, decodes and summaries; nothing of files. Built with matplotlib's objects alone, so that no backend, current
+figure or rcParams is touched. Backgrounds are clear and all text is drawn in ``INK``, rules in ``RULE``: a page that
+embeds a figure may replace these two colours to suit its own theme.
+
+Shapes: N prompts, K candidate block sizes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+from torch import Tensor
+
+from blockpilot.metrics import DecodedPrompt, PolicySummary, bootstrap_interval
+from blockpilot.oracle.table import LabelTable
+
+INK = "#24292f"
+RULE = "#d0d7de"
+BLUE = "#0072b2"
+SERIES = (("#d55e00", "--", "D"), ("#009e73", "-.", "o"), ("#b35c94", ":", "s"), ("#8a6d00", (0, (5, 1)), "^"))
+"""(colour, line, marker) of the policies in turn: told apart by shape as well as by colour."""
+
+_WIDTH = 5.6
+"""Inches; narrow, so that text stays readable when a phone scales the figure down."""
+_TEXT = {"color": INK, "fontsize": 10}
+_SMALL = {"color": INK, "fontsize": 9}
+
+
+def tau_curve_figure(table: LabelTable, chosen: Mapping[str, Tensor] | None = None) -> Figure:
+    """Mean tau of every candidate with its 95 % band, and how often each is a prompt's best.
+
+    Args:
+        table: labels of N prompts.
+        chosen: for each policy to mark, the column of ``table`` it picks for each prompt, int64 ``[N]``: its mean tau
+            is drawn as a line over the curve, its picks as markers over the bars.
+    """
+    figure = _figure(height=5.4)
+    curve, shares = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    tau_NK = table.tau[(table.rounds > 0).all(1)]
+    columns = tau_NK.unbind(1)
+    intervals = [bootstrap_interval(lambda tau: tau.mean(-1), column) for column in columns]
+    low, high = zip(*intervals, strict=True)
+    means = [float(column.mean()) for column in columns]
+    curve.fill_between(table.block_sizes, low, high, color=BLUE, alpha=0.2, linewidth=0, label="95 % interval")
+    curve.plot(table.block_sizes, means, color=BLUE, marker="o", markersize=4, label="one block size for all prompts")
+
+    is_best_NK = (tau_NK == tau_NK.amax(1, keepdim=True)).double()
+    share_K = (is_best_NK / is_best_NK.sum(1, keepdim=True)).mean(0)
+    shares.bar(table.block_sizes, share_K.tolist(), width=0.7, color=BLUE, alpha=0.6, label="best (ties split evenly)")
+
+    kept_N = (table.rounds > 0).all(1)
+    for index, (policy, choice_N) in enumerate((chosen or {}).items()):
+        colour, line, marker = SERIES[index % len(SERIES)]
+        choice_N = choice_N[kept_N]
+        mean = float(tau_NK.gather(1, choice_N[:, None]).mean())
+        curve.axhline(mean, color=colour, linestyle=line, label=f"{policy}: {mean:.3f}")
+        picked_K = torch.bincount(choice_N, minlength=len(table.block_sizes)).double() / len(choice_N)
+        shares.plot(
+            table.block_sizes, picked_K.tolist(), color=colour, linestyle="", marker=marker, label=f"picked by {policy}"
+        )
+    _dress(curve, y_label="mean tau (tokens per round)")
+    _dress(shares, x_label="block size (positions verified per round)", y_label="share of prompts")
+    shares.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
+    shares.set_ylim(bottom=0)
+    shares.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axes in (curve, shares):
+        _legend(axes)
+    return figure
+
+
+def tau_bar_figure(summaries: Sequence[PolicySummary]) -> Figure:
+    """Tau of every policy with its 95 % interval. Plain autoregressive decoding (tau 1 by definition) is left out."""
+    shown = [one for one in summaries if one.mean_block_size != 1][::-1]
+    figure = _figure(height=1.0 + 0.36 * len(shown))
+    axes = figure.subplots()
+    for place, one in enumerate(shown):
+        low, high = one.tau_interval
+        axes.plot((low, high), (place, place), color=BLUE, linewidth=6, alpha=0.3, solid_capstyle="butt")
+        axes.plot(one.tau, place, color=BLUE, marker="o", markersize=6)
+        axes.annotate(
+            f"{one.tau:.3f}", (one.tau, place), xytext=(0, 6), textcoords="offset points", ha="center", **_SMALL
+        )
+    axes.set_ylim(-0.6, len(shown) - 0.2)
+    _dress(axes, x_label="tau (tokens per round), mean over prompts with 95 % interval", grid="x")
+    axes.set_yticks(range(len(shown)), [one.policy for one in shown], **_TEXT)
+    return figure
+
+
+def choice_figure(decoded: Sequence[DecodedPrompt]) -> Figure:
+    """Share of prompts for which each policy first chose each block size, one panel per data set.
+
+    Plain autoregressive decoding, which never chooses, is left out.
+    """
+    counts: dict[str, dict[str, Counter[int]]] = {}
+    for one in decoded:
+        counts.setdefault(one.dataset, {}).setdefault(one.policy, Counter())[one.first_block_size] += 1
+    counts = {
+        dataset: {policy: count for policy, count in policies.items() if set(count) != {1}}
+        for dataset, policies in counts.items()
+    }
+    sizes = sorted({size for policies in counts.values() for count in policies.values() for size in count})
+    heights = [len(policies) for policies in counts.values()]
+    figure = _figure(height=0.7 + sum(0.4 + 0.32 * height for height in heights))
+    panels = figure.subplots(len(counts), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (dataset, policies) in zip(panels, counts.items(), strict=True):
+        _share_grid(axes, policies, sizes)
+        num_prompts = max(count.total() for count in policies.values())
+        axes.set_title(f"{dataset} ({num_prompts} prompts)", loc="left", **_TEXT)
+    panels[-1].set_xlabel("first block size chosen; share of prompts in %", **_TEXT)
+    return figure
+
+
+def _share_grid(axes: Axes, policies: Mapping[str, Counter[int]], sizes: Sequence[int]) -> None:
+    """A table whose cells are filled in proportion to the share and carry it in per cent."""
+    for row, count in enumerate(policies.values()):
+        for column, size in enumerate(sizes):
+            share = count[size] / count.total()
+            corner = (column - 0.46, row - 0.42)
+            axes.add_patch(Rectangle(corner, 0.92, 0.84, facecolor=BLUE, alpha=0.06 + 0.84 * share, linewidth=0))
+            colour = "#ffffff" if share > 0.5 else INK
+            if count[size]:
+                axes.text(
+                    column, row, f"{100 * share:.0f}", color=colour, fontsize=9, ha="center", va="center_baseline"
+                )
+    axes.set(xlim=(-0.5, len(sizes) - 0.5), ylim=(len(policies) - 0.5, -0.5))
+    _dress(axes, grid="")
+    axes.spines[:].set_visible(False)
+    axes.set_xticks(range(len(sizes)), [str(size) for size in sizes], **_SMALL)
+    axes.set_yticks(range(len(policies)), list(policies), **_TEXT)
+
+
+def _figure(height: float) -> Figure:
+    return Figure(figsize=(_WIDTH, height), layout="constrained", facecolor="none")
+
+
+def _dress(axes: Axes, *, x_label: str = "", y_label: str = "", grid: str = "y") -> None:
+    """Labels, ticks, rules and spines in the common style."""
+    axes.set_facecolor("none")
+    axes.set_xlabel(x_label, **_TEXT)
+    axes.set_ylabel(y_label, **_TEXT)
+    axes.tick_params(colors=INK, labelsize=9, length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(RULE)
+    axes.set_axisbelow(True)
+    if grid:
+        axes.grid(axis=grid, color=RULE, linewidth=0.7)
+
+
+def _legend(axes: Axes) -> None:
+    """A frameless legend above the axes, in two columns."""
+    axes.legend(
+        loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, frameon=False, labelcolor=INK, fontsize=9, borderaxespad=0.2
+    )
