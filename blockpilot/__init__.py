@@ -1,0 +1,64 @@
+"""BlockPilot: learn, per prompt, how many tokens a block-diffusion drafter should propose per round.
+
+Names are imported on first use, so that ``import blockpilot.config`` stays light.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from blockpilot import oracle
+    from blockpilot.decoding import BlockSizePolicy, Generation, Prefill, Round, generate
+    from blockpilot.errors import UserError
+    from blockpilot.models import Pair, load_pair
+    from blockpilot.policies import FixedPolicy, OraclePolicy, PredictorPolicy, RandomPolicy, load_policy
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "BlockSizePolicy": "decoding",
+    "FixedPolicy": "policies",
+    "Generation": "decoding",
+    "OraclePolicy": "policies",
+    "Pair": "models",
+    "PredictorPolicy": "policies",
+    "Prefill": "decoding",
+    "RandomPolicy": "policies",
+    "Round": "decoding",
+    "UserError": "errors",
+    "generate": "decoding",
+    "load_pair": "models",
+    "load_policy": "policies",
+    "oracle": "",
+}
+
+__all__ = [
+    "BlockSizePolicy",
+    "FixedPolicy",
+    "Generation",
+    "OraclePolicy",
+    "Pair",
+    "PredictorPolicy",
+    "Prefill",
+    "RandomPolicy",
+    "Round",
+    "UserError",
+    "generate",
+    "load_pair",
+    "load_policy",
+    "oracle",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'blockpilot' has no attribute {name!r}")
+    if name == "oracle":
+        return import_module("blockpilot.oracle")
+    return getattr(import_module(f"blockpilot.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

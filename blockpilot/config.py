@@ -7,11 +7,16 @@ OmegaConf or Hydra's composition: below it, code sees plain dataclasses and neve
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -21,6 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CONF_DIR = ROOT / "conf"
 
 T = TypeVar("T")
+
+log = logging.getLogger("blockpilot")
 
 
 def require(condition: bool, key: str, value: object, allowed: str) -> None:
@@ -271,9 +278,14 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         require(self.num_prompts >= 1, "evaluation.num_prompts", self.num_prompts, "a number of at least 1")
-        require(self.every_n_epochs >= 0, "evaluation.every_n_epochs", self.every_n_epochs, "0 (only at the end) or more")
         require(
-            self.bootstrap_samples >= 1, "evaluation.bootstrap_samples", self.bootstrap_samples, "a number of at least 1"
+            self.every_n_epochs >= 0, "evaluation.every_n_epochs", self.every_n_epochs, "0 (only at the end) or more"
+        )
+        require(
+            self.bootstrap_samples >= 1,
+            "evaluation.bootstrap_samples",
+            self.bootstrap_samples,
+            "a number of at least 1",
         )
 
 
@@ -421,3 +433,34 @@ def project_path(path: str | os.PathLike[str]) -> Path:
     """``path`` itself if absolute or there; otherwise the same path inside the project."""
     given = Path(path).expanduser()
     return given if given.is_absolute() or given.exists() else ROOT / given
+
+
+_failed_jobs: list[str] = []
+
+
+def run_job(config: DictConfig, schema: type[T], run: Callable[[T, Path, str | None], object]) -> None:
+    """One Hydra job: typed configuration, output folder, one clear line for an error the user can fix.
+
+    A failing job does not stop the other jobs of a multirun; :func:`exit_after_jobs` gives the process its exit code.
+
+    Args:
+        config: as Hydra composed it.
+        schema: its dataclass.
+        run: called with the configuration, the output folder and, in a multirun, the name of the sweep.
+    """
+    hydra = HydraConfig.get()
+    folder = Path(hydra.runtime.output_dir)
+    sweep = Path(hydra.sweep.dir)
+    group = "-".join(sweep.parts[-2:]) if hydra.mode == RunMode.MULTIRUN else None
+    try:
+        typed = to_dataclass(config, schema)
+        (folder / "config.yaml").write_text(to_yaml(typed), encoding="utf-8")
+        run(typed, folder, group)
+    except UserError as error:
+        log.error("error: %s", error)
+        _failed_jobs.append(str(folder))
+
+
+def exit_after_jobs() -> NoReturn:
+    """Ends the process: 0, or 2 if a job ended with a user error."""
+    sys.exit(2 if _failed_jobs else 0)

@@ -90,7 +90,9 @@ def _not_empty(rows: list[PromptRow], path: Path) -> list[PromptRow]:
 
 def _find_file(name: str, source: PromptSource) -> Path:
     if not source.path:
-        raise UserError(f"dataset.{name}: kind={source.kind} needs path, got {source.path!r}")
+        raise UserError(
+            f"dataset.{name}: kind={source.kind} needs path, got {source.path!r}; set dataset.{name}.train.path=FILE"
+        )
     path = project_path(source.path)
     if not path.is_file():
         raise UserError(f"dataset.{name}: there is no file {source.path!r}; looked in {_places(source.path)}")
@@ -176,9 +178,7 @@ def _read_hub(name: str, source: PromptSource) -> list[PromptRow]:
     assert source.field is not None
     data = _load_hub(name, source)
     place = f"dataset.{name}: {source.repo}"
-    if source.field not in data.column_names:
-        raise UserError(f"{place} has no column {source.field!r}; expected one of {', '.join(data.column_names)}")
-    data = data.select_columns(_needed_columns(source, data.column_names))  # other columns can be large
+    data = data.select_columns(_needed_columns(source, data.column_names, place))  # the others can be large
     prefix = "-".join(part for part in (name, source.subset, source.split) if part)
     rows: list[PromptRow] = []
     skipped = 0
@@ -199,11 +199,15 @@ def _read_hub(name: str, source: PromptSource) -> list[PromptRow]:
     return rows
 
 
-def _needed_columns(source: PromptSource, columns: list[str]) -> list[str]:
+def _needed_columns(source: PromptSource, columns: list[str], place: str) -> list[str]:
+    assert source.field is not None
     try:
-        named = {name for _, name, _, _ in string.Formatter().parse(source.template) if name}
-    except ValueError:
-        named = set()  # _fill reports a template that does not parse
+        named = {name for _, name, _, _ in string.Formatter().parse(source.template) if name} - {"prompt"}
+    except ValueError as error:
+        raise UserError(f"{place}: template={source.template!r} is malformed: {error}") from None
+    for column in (source.field, *sorted(named)):
+        if column not in columns:
+            raise UserError(f"{place} has no column {column!r}; expected one of {', '.join(columns)}")
     return [column for column in columns if column == source.field or column in named]
 
 
@@ -228,26 +232,24 @@ def _load_hub(name: str, source: PromptSource) -> Dataset:
     assert source.repo is not None
     folder = project_path(source.repo)
     local = folder.is_dir()
+    reachable = local or _reachable(name, source)
     try:
         if local and ((folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()):
-            loaded = datasets.load_from_disk(folder)
-            if isinstance(loaded, datasets.DatasetDict) and source.split not in loaded:
-                raise UserError(_unloaded(name, source, f"the folder has the splits {', '.join(loaded)}"))
-            data = loaded[source.split] if isinstance(loaded, datasets.DatasetDict) else loaded
+            loaded = datasets.load_from_disk(folder)  # what save_to_disk wrote; load_dataset refuses it
         else:
-            path = str(folder) if local else source.repo
-            with _offline(not local and not _reachable(name, source)):
-                data = datasets.load_dataset(path, source.subset, split=source.split)
-    except UserError:
-        raise
-    except ConnectionError:
-        raise UserError(
-            _unloaded(name, source, "the Hub cannot be reached and the local cache has no copy of it")
-        ) from None
+            with _offline(not reachable):
+                loaded = datasets.load_dataset(str(folder) if local else source.repo, source.subset, split=source.split)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
-        raise UserError(_unloaded(name, source, f"{type(error).__name__}: {_first_line(error)}")) from error
-    assert isinstance(data, datasets.Dataset)
-    return data
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        if not reachable:
+            reason = "the Hub cannot be reached and the local cache has no copy of it"
+        raise UserError(_unloaded(name, source, reason)) from error
+    if isinstance(loaded, datasets.DatasetDict):
+        if source.split not in loaded:
+            raise UserError(_unloaded(name, source, f"the folder has the splits {', '.join(map(str, loaded))}"))
+        loaded = loaded[source.split]
+    assert isinstance(loaded, datasets.Dataset)
+    return loaded
 
 
 def _reachable(name: str, source: PromptSource) -> bool:
@@ -294,7 +296,3 @@ def _unloaded(name: str, source: PromptSource, reason: str) -> str:
         f"dataset.{name}: repo={source.repo!r},{subset} split {source.split!r} could not be loaded: {reason}; "
         f"to use local prompts set dataset=jsonl dataset.jsonl.train.path=FILE, or repo=FOLDER with a copy of it"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]

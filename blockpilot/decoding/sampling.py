@@ -64,6 +64,12 @@ def prompt_key(prompt_ids: Sequence[int]) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
+def signed_prompt_key(prompt_ids: Sequence[int]) -> int:
+    """:func:`prompt_key` as a signed number, which tensors and files can hold."""
+    key = prompt_key(prompt_ids)
+    return key - 2**64 if key >= 2**63 else key
+
+
 def draw_tokens(logits_NV: Tensor, sampling: Sampling, keys: Sequence[int], positions: Sequence[int]) -> Tensor:
     """The target's own token for each row, int64 ``[N]``.
 

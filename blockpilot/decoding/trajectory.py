@@ -95,9 +95,7 @@ class _Batch:
         capacity = max(len(p) + n for p, n in zip(self.prompts, self.limits, strict=True))
         cache = pair.runner.new_ragged_cache(capacity, len(self.prompts))
         size = len(pair.runner.layer_ids) * pair.target.config.get_text_config().hidden_size
-        self.features = torch.empty(
-            len(self.prompts), capacity, size, dtype=pair.target.dtype, device=pair.device
-        )
+        self.features = torch.empty(len(self.prompts), capacity, size, dtype=pair.target.dtype, device=pair.device)
         self._prefill(cache)
         active = [i for i in range(len(self.prompts)) if not self._finished(i)]
         held = list(range(len(self.prompts)))

@@ -62,8 +62,9 @@ class DecodingEvaluation(Callback):
         """Decodes with the final weights, while the module is still on its device (``on_fit_end`` is too late)."""
         if self.at_end and trainer.global_step not in self.results:
             figures = self._run(trainer, pl_module)
+            last_step = max(trainer.global_step - 1, 0)  # Lightning counts from 0: where this epoch's val/ figures are
             for logger in trainer.loggers:  # the module's own log() is closed by now
-                logger.log_metrics(figures, step=trainer.global_step)
+                logger.log_metrics(figures, step=last_step)
 
     def _run(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> dict[str, float]:
         assert isinstance(module, BlockSizeModule)

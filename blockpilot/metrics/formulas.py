@@ -32,7 +32,7 @@ def tau_per_prompt(committed_tokens: Tensor, rounds: Tensor) -> Tensor:
     Returns:
         float64, same shape; NaN where there are no rounds.
     """
-    return torch.where(rounds > 0, committed_tokens.double() / rounds.double(), torch.nan)
+    return _ratio(committed_tokens, rounds)
 
 
 def mean_tau(committed_tokens: Tensor, rounds: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,7 +59,7 @@ def pooled_tau(committed_tokens: Tensor, rounds: Tensor) -> Tensor:
     Returns:
         float64 ``[...]``; NaN if there are no rounds at all.
     """
-    return tau_per_prompt(committed_tokens.sum(-1), rounds.sum(-1))
+    return _ratio(committed_tokens.sum(-1), rounds.sum(-1))
 
 
 def best_choice(utility_NK: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def headroom_captured(policy_tau: Tensor, always_tau: Tensor, oracle_tau: Tensor
 
 def share_of_headroom(gain: Tensor, headroom: Tensor) -> Tensor:
     """``gain / headroom``, NaN where there is no headroom."""
-    return torch.where(headroom > 0, gain / headroom, torch.nan)
+    return _ratio(gain, headroom)
 
 
 def speedup(baseline_seconds: Tensor, baseline_tokens: Tensor, seconds: Tensor, tokens: Tensor) -> Tensor:
@@ -156,8 +156,8 @@ def speedup(baseline_seconds: Tensor, baseline_tokens: Tensor, seconds: Tensor, 
     Returns:
         float64 ``[...]``; NaN if either side has no decode tokens.
     """
-    baseline = tau_per_prompt(baseline_seconds.double().sum(-1), baseline_tokens.sum(-1))
-    return baseline / tau_per_prompt(seconds.double().sum(-1), tokens.sum(-1))
+    baseline = _ratio(baseline_seconds.double().sum(-1), baseline_tokens.sum(-1))
+    return baseline / _ratio(seconds.double().sum(-1), tokens.sum(-1))
 
 
 def bootstrap_interval(
@@ -197,6 +197,11 @@ def bootstrap_interval(
     ends = torch.tensor([tail, 1 - tail], dtype=torch.float64)
     low, high = torch.cat(values).double().cpu().nanquantile(ends).tolist()
     return low, high
+
+
+def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """float64 quotient; NaN where the denominator is not above 0."""
+    return torch.where(denominator > 0, numerator.double() / denominator.double(), torch.nan)
 
 
 def _best_and_chosen(utility_NK: Tensor, choice_N: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,17 @@ class ChoiceMetric(Metric):
 
     is_differentiable = False
     full_state_update = False
+    sums: tuple[str, ...] = ()
+    """Names of the float64 states."""
+    counts: tuple[str, ...] = ()
+    """Names of the int64 states."""
+
+    def __init__(self) -> None:
+        """Registers the states, which add up over batches and processes."""
+        super().__init__()
+        for names, dtype in ((self.sums, torch.float64), (self.counts, torch.int64)):
+            for name in names:
+                self.add_state(name, torch.zeros((), dtype=dtype), dist_reduce_fx="sum")
 
     def update(self, committed_tokens_NK: Tensor, rounds_NK: Tensor, choice_N: Tensor) -> None:
         """Adds a batch of prompts.
@@ -39,28 +50,15 @@ class ChoiceMetric(Metric):
     def _accumulate(self, committed_tokens_NK: Tensor, rounds_NK: Tensor, choice_N: Tensor) -> None:
         """Adds prompts that all have rounds to the sums."""
 
-    def _add_sums(self, *names: str) -> None:
-        """Registers float64 states that add up over batches and processes."""
-        for name in names:
-            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-
-    def _add_counts(self, *names: str) -> None:
-        """Registers int64 states that add up over batches and processes."""
-        for name in names:
-            self.add_state(name, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
-
 
 class ChoiceTau(ChoiceMetric):
     """``formulas.mean_tau`` of the chosen block sizes; NaN before any prompt with rounds."""
 
     higher_is_better = True
+    sums = ("tau_sum",)
+    counts = ("tau_prompts",)
     tau_sum: Tensor
     tau_prompts: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._add_sums("tau_sum")
-        self._add_counts("tau_prompts")
 
     def _accumulate(self, committed_tokens_NK: Tensor, rounds_NK: Tensor, choice_N: Tensor) -> None:
         tau_NK = formulas.tau_per_prompt(committed_tokens_NK, rounds_NK)
@@ -76,12 +74,9 @@ class ChoicePooledTau(ChoiceMetric):
     """``formulas.pooled_tau`` of the chosen block sizes; NaN before any round."""
 
     higher_is_better = True
+    counts = ("pooled_tokens", "pooled_rounds")
     pooled_tokens: Tensor
     pooled_rounds: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._add_counts("pooled_tokens", "pooled_rounds")
 
     def _accumulate(self, committed_tokens_NK: Tensor, rounds_NK: Tensor, choice_N: Tensor) -> None:
         self.pooled_tokens += _chosen(committed_tokens_NK, choice_N).sum()
@@ -96,13 +91,10 @@ class ChoiceRegret(ChoiceMetric):
     """Mean of ``formulas.regret_per_prompt`` with utility tau; NaN before any prompt with rounds."""
 
     higher_is_better = False
+    sums = ("regret_sum",)
+    counts = ("regret_prompts",)
     regret_sum: Tensor
     regret_prompts: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._add_sums("regret_sum")
-        self._add_counts("regret_prompts")
 
     def _accumulate(self, committed_tokens_NK: Tensor, rounds_NK: Tensor, choice_N: Tensor) -> None:
         tau_NK = formulas.tau_per_prompt(committed_tokens_NK, rounds_NK)
@@ -118,12 +110,9 @@ class TieAwareAccuracy(ChoiceMetric):
     """Share of prompts whose choice reaches the best tau, exact ties included; NaN before any prompt with rounds."""
 
     higher_is_better = True
+    counts = ("best_prompts", "judged_prompts")
     best_prompts: Tensor
     judged_prompts: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._add_counts("best_prompts", "judged_prompts")
 
     def _accumulate(self, committed_tokens_NK: Tensor, rounds_NK: Tensor, choice_N: Tensor) -> None:
         tau_NK = formulas.tau_per_prompt(committed_tokens_NK, rounds_NK)
@@ -136,20 +125,17 @@ class TieAwareAccuracy(ChoiceMetric):
 
 
 class HeadroomCaptured(ChoiceMetric):
-    """``formulas.headroom_captured`` with the best column of each prompt as oracle; NaN while there is no headroom.
-
-    Args:
-        always_column: column of the block size that always-B uses.
-    """
+    """``formulas.headroom_captured`` with the best column of each prompt as oracle; NaN while there is no headroom."""
 
     higher_is_better = True
+    sums = ("gain_sum", "headroom_sum")
     gain_sum: Tensor
     headroom_sum: Tensor
 
     def __init__(self, always_column: int) -> None:
+        """Registers the states; ``always_column`` is the column of the block size that always-B uses."""
         super().__init__()
         self.always_column = always_column
-        self._add_sums("gain_sum", "headroom_sum")
 
     def _accumulate(self, committed_tokens_NK: Tensor, rounds_NK: Tensor, choice_N: Tensor) -> None:
         tau_NK = formulas.tau_per_prompt(committed_tokens_NK, rounds_NK)

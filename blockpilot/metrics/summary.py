@@ -39,6 +39,7 @@ class DecodedPrompt:
     prefill_seconds: float
 
     def __post_init__(self) -> None:
+        """Checks that the rounds account for the output."""
         assert len(self.block_sizes) == len(self.acceptance_lengths), self
         assert self.output_tokens == 1 + sum(self.acceptance_lengths), self
 

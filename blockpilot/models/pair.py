@@ -60,6 +60,11 @@ class Pair:
         return self.runner.head.weight.shape[0]
 
     @property
+    def hidden_size(self) -> int:
+        """Width of the target's hidden states."""
+        return self.target.config.get_text_config().hidden_size
+
+    @property
     def max_positions(self) -> int:
         """Positions the target can hold."""
         return self.target.config.get_text_config().max_position_embeddings
@@ -157,6 +162,18 @@ def load_pair(
     )
 
 
+def locate_pair(model: ModelConfig, draft: DrafterConfig) -> None:
+    """Whether everything the two configurations name can be found; loads nothing.
+
+    Raises:
+        UserError: something is neither local nor on a reachable Hub.
+    """
+    _locate(model.target, "model.target", model.revision)
+    _locate(draft.path, "drafter.path", draft.revision)
+    if model.tokenizer is not None:
+        _locate(model.tokenizer, "model.tokenizer", None)
+
+
 def assemble_pair(
     model: ModelConfig,
     draft: DrafterConfig,
@@ -216,7 +233,9 @@ def load_drafter(folder: Path, dtype: torch.dtype) -> DFlashDrafter:
     drafter, report = cast(tuple[DFlashDrafter, dict[str, list[str]]], loaded)
     for word in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report.get(word):
-            raise UserError(f"drafter weights in {folder.name}: {word.replace('_', ' ')} {sorted(map(str, report[word]))[:3]}")
+            raise UserError(
+                f"drafter weights in {folder.name}: {word.replace('_', ' ')} {sorted(map(str, report[word]))[:3]}"
+            )
     return drafter
 
 
@@ -248,7 +267,9 @@ def check_fit(target: PreTrainedModel, drafter: DFlashDrafter) -> None:
             )
     rows = target.get_input_embeddings().weight.shape[0]
     if not 0 <= drafter.mask_token_id < rows:
-        raise UserError(f"the drafter's mask_token_id is {drafter.mask_token_id}, the target's embedding has {rows} rows")
+        raise UserError(
+            f"the drafter's mask_token_id is {drafter.mask_token_id}, the target's embedding has {rows} rows"
+        )
 
 
 def resolve_device(device: str) -> torch.device:

@@ -105,8 +105,12 @@ class TargetRunner:
             return mask
         if kind == "eager":
             low = torch.finfo(self.embedding.weight.dtype).min
-            return torch.zeros(mask.shape, dtype=self.embedding.weight.dtype, device=mask.device).masked_fill(~mask, low)
-        raise UserError(f"model.attention={kind!r} cannot decode a batch of uneven prompts; expected one of sdpa, eager")
+            return torch.zeros(mask.shape, dtype=self.embedding.weight.dtype, device=mask.device).masked_fill(
+                ~mask, low
+            )
+        raise UserError(
+            f"model.attention={kind!r} cannot decode a batch of uneven prompts; expected one of sdpa, eager"
+        )
 
     def _run(
         self, input_ids: Tensor, cache: KVCache, positions: Tensor, mask: Tensor | None, keep: int, tap: bool

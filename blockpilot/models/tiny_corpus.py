@@ -201,7 +201,10 @@ def story(rng: random.Random) -> tuple[str, str]:
     animal, thing, place = rng.choice(ANIMALS), rng.choice(THINGS), rng.choice(PLACES)
     color, name = rng.choice(COLORS), rng.choice(NAMES)
     prompt = rng.choice(
-        ["Write a short story about a {c} {a}, a {t} and the {p}.", "Tell me a tale of a {c} {a} who finds a {t} at the {p}."]
+        [
+            "Write a short story about a {c} {a}, a {t} and the {p}.",
+            "Tell me a tale of a {c} {a} who finds a {t} at the {p}.",
+        ]
     ).format(c=color, a=animal, t=thing, p=place)
     openings = [
         f"Once upon a time a {color} {animal} lived near the {place}.",

@@ -56,8 +56,10 @@ def sparsify(probs_NV: Tensor, tail_mass: float) -> Distributions:
 def _cut(probs_NV: Tensor, tail_mass: float) -> tuple[Tensor, Tensor]:
     """How many entries each row keeps (int64 ``[N]``) and the smallest probability among them (``[N]``)."""
     nonzero = (probs_NV > 0).sum(dim=-1)
+    if tail_mass == 0:
+        return nonzero, probs_NV.masked_fill(probs_NV == 0, torch.inf).amin(dim=-1)
     wanted, width = 1.0 - tail_mass, probs_NV.shape[-1]
-    k = min(FIRST_TOPK, width) if tail_mass > 0 else width
+    k = min(FIRST_TOPK, width)
     while True:
         leading = probs_NV.topk(k, dim=-1).values if k < width else probs_NV.sort(dim=-1, descending=True).values
         # In fp64: fp32 sums of 150k terms are wrong by more than a small tail_mass.
@@ -65,6 +67,6 @@ def _cut(probs_NV: Tensor, tail_mass: float) -> tuple[Tensor, Tensor]:
         if k == width or bool((mass[:, -1] >= wanted).all()):
             break
         k = min(8 * k, width)
-    counts = (mass < wanted).sum(dim=-1) + 1 if tail_mass > 0 else nonzero
+    counts = (mass < wanted).sum(dim=-1) + 1
     counts = counts.minimum(nonzero)  # rounding can leave a whole row just short of the mass
-    return counts, leading.gather(1, (counts - 1).clamp_min(0)[:, None]).squeeze(1)
+    return counts, leading.gather(1, (counts - 1)[:, None]).squeeze(1)

@@ -196,9 +196,7 @@ class _Wave:
         # a column must see something, or its softmax is NaN: itself
         within = within | torch.eye(len(self.block_of), dtype=torch.bool, device=pair.device)
         mask = torch.cat([before, within], dim=2)[:, None]
-        states = pair.drafter(
-            pair.runner.embedding(ids), positions_PQ.clamp(max=limit - 1), self.context, mask
-        )
+        states = pair.drafter(pair.runner.embedding(ids), positions_PQ.clamp(max=limit - 1), self.context, mask)
         drafts = pair.runner.head(states[:, ~is_anchor]).argmax(dim=-1)
         truth = self.tokens.gather(1, positions_PQ[:, ~is_anchor])
         right = (drafts == truth) & inside_PQ[:, ~is_anchor]

@@ -2,7 +2,7 @@
 
 Knows the layout that learning and evaluation read; nothing of files (``cache.py``) or of how labels are made.
 
-Shapes: N prompts, K candidate block sizes, V vocabulary, D hidden size, Z stored non-zeros in all.
+Shapes: N prompts, K candidate block sizes, V vocabulary, D hidden size, Z stored entries in all.
 """
 
 from __future__ import annotations
@@ -14,6 +14,34 @@ import torch
 from torch import Tensor
 
 from blockpilot.errors import UserError
+
+
+@dataclass(frozen=True)
+class TokenLists:
+    """Token ids of N prompts in CSR form: row ``i`` is ``token_ids[offsets[i]:offsets[i + 1]]``."""
+
+    offsets: Tensor
+    """int64 ``[N + 1]``."""
+    token_ids: Tensor
+    """integers ``[Z]``."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]]) -> TokenLists:
+        """From plain lists."""
+        lengths = torch.tensor([0, *(len(row) for row in rows)])
+        return cls(lengths.cumsum(0), torch.tensor([token for row in rows for token in row], dtype=torch.int64))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def row(self, index: int) -> list[int]:
+        """Token ids of one prompt."""
+        return self.token_ids[self.offsets[index] : self.offsets[index + 1]].tolist()
+
+    def select(self, indices: Tensor) -> TokenLists:
+        """The rows at ``indices`` (int64 ``[M]``), in that order."""
+        offsets, places = _csr_select(self.offsets, indices)
+        return TokenLists(offsets, self.token_ids[places])
 
 
 @dataclass(frozen=True)
@@ -36,11 +64,25 @@ class Distributions:
 
     def select(self, indices: Tensor) -> Distributions:
         """The rows at ``indices`` (int64 ``[M]``), in that order, without per-row Python."""
-        starts, lengths = self.offsets[indices], self.offsets[indices + 1] - self.offsets[indices]
-        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        rows = torch.repeat_interleave(torch.arange(len(indices), device=lengths.device), lengths)
-        places = starts[rows] + torch.arange(int(offsets[-1]), device=lengths.device) - offsets[rows]
+        offsets, places = _csr_select(self.offsets, indices)
         return Distributions(offsets, self.token_ids[places], self.probs[places], self.vocab_size)
+
+
+def _csr_select(offsets: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """New offsets, and the places of the chosen rows' entries."""
+    starts, lengths = offsets[indices], offsets[indices + 1] - offsets[indices]
+    chosen = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    rows = torch.repeat_interleave(torch.arange(len(indices), device=lengths.device), lengths)
+    places = starts[rows] + torch.arange(int(chosen[-1]), device=lengths.device) - chosen[rows]
+    return chosen, places
+
+
+def _csr_join(parts: Sequence[Tensor]) -> Tensor:
+    """Offsets of several CSR parts one behind the other."""
+    joined = [torch.zeros(1, dtype=torch.int64)]
+    for offsets in parts:
+        joined.append(offsets[1:] + joined[-1][-1])
+    return torch.cat(joined)
 
 
 @dataclass(frozen=True)
@@ -50,8 +92,10 @@ class LabelTable:
     prompt_ids: tuple[str, ...]
     datasets: tuple[str, ...]
     """Data set of each prompt."""
-    prompt_lengths: Tensor
-    """int64 ``[N]``: prompt tokens."""
+    prompt_keys: Tensor
+    """int64 ``[N]``: the prompts' 64-bit keys (:func:`~blockpilot.decoding.prompt_key`), as signed numbers."""
+    prompts: TokenLists
+    """Token ids of each prompt."""
     block_sizes: tuple[int, ...]
     """The K candidates, rising."""
     committed_tokens: Tensor
@@ -79,7 +123,8 @@ class LabelTable:
             self,
             prompt_ids=tuple(self.prompt_ids[i] for i in index.tolist()),
             datasets=tuple(self.datasets[i] for i in index.tolist()),
-            prompt_lengths=self.prompt_lengths[index],
+            prompt_keys=self.prompt_keys[index],
+            prompts=self.prompts.select(index),
             committed_tokens=self.committed_tokens[index],
             rounds=self.rounds[index],
             distributions=self.distributions.select(index),
@@ -118,11 +163,7 @@ def concatenate(tables: Sequence[LabelTable]) -> LabelTable:
         for name in ("logits", "hidden"):
             if (getattr(table, name) is None) != (getattr(first, name) is None):
                 raise UserError(f"only some of the tables hold {name}")
-    ends = [0]
-    for table in tables:
-        ends.append(ends[-1] + int(table.distributions.offsets[-1]))
-    offsets = [torch.zeros(1, dtype=torch.int64)]
-    offsets += [table.distributions.offsets[1:] + end for table, end in zip(tables, ends, strict=False)]
+    distributions, prompts = [t.distributions for t in tables], [t.prompts for t in tables]
     joined = {
         field.name: torch.cat([getattr(table, field.name) for table in tables])
         for field in fields(first)
@@ -132,10 +173,11 @@ def concatenate(tables: Sequence[LabelTable]) -> LabelTable:
         first,
         prompt_ids=tuple(i for table in tables for i in table.prompt_ids),
         datasets=tuple(d for table in tables for d in table.datasets),
+        prompts=TokenLists(_csr_join([p.offsets for p in prompts]), torch.cat([p.token_ids for p in prompts])),
         distributions=Distributions(
-            torch.cat(offsets),
-            torch.cat([table.distributions.token_ids for table in tables]),
-            torch.cat([table.distributions.probs for table in tables]),
+            _csr_join([d.offsets for d in distributions]),
+            torch.cat([d.token_ids for d in distributions]),
+            torch.cat([d.probs for d in distributions]),
             first.distributions.vocab_size,
         ),
         **joined,

@@ -1,0 +1,21 @@
+"""What a run leaves for people: tables, figures, an HTML page, decisions, W&B. Computes no figures of its own."""
+
+from __future__ import annotations
+
+from blockpilot.report.decisions import read_decisions, write_decisions
+from blockpilot.report.html import write_report
+from blockpilot.report.plots import choice_figure, tau_bar_figure, tau_curve_figure
+from blockpilot.report.table import summary_rows, summary_table
+from blockpilot.report.tracking import log_summary
+
+__all__ = [
+    "choice_figure",
+    "log_summary",
+    "read_decisions",
+    "summary_rows",
+    "summary_table",
+    "tau_bar_figure",
+    "tau_curve_figure",
+    "write_decisions",
+    "write_report",
+]

@@ -1,8 +1,8 @@
 """Figures of an evaluation: tau by block size, tau by policy, block sizes chosen.
 
 Know labels, decodes and summaries; nothing of files. Built with matplotlib's objects alone, so that no backend, current
-figure or rcParams is touched. Backgrounds are clear and all text is drawn in ``INK``, rules in ``RULE``: a page that
-embeds a figure may replace these two colours to suit its own theme.
+figure or rcParams is touched. Backgrounds are clear, text is drawn in ``INK``, rules in ``RULE`` and data first in
+``BLUE``: a page that embeds a figure may replace these colours to suit its own theme.
 
 Shapes: N prompts, K candidate block sizes.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from matplotlib.axes import Axes
@@ -28,7 +29,7 @@ BLUE = "#0072b2"
 SERIES = (("#d55e00", "--", "D"), ("#009e73", "-.", "o"), ("#b35c94", ":", "s"), ("#8a6d00", (0, (5, 1)), "^"))
 """(colour, line, marker) of the policies in turn: told apart by shape as well as by colour."""
 
-_WIDTH = 5.6
+_WIDTH = 4.8
 """Inches; narrow, so that text stays readable when a phone scales the figure down."""
 _TEXT = {"color": INK, "fontsize": 10}
 _SMALL = {"color": INK, "fontsize": 9}
@@ -44,28 +45,25 @@ def tau_curve_figure(table: LabelTable, chosen: Mapping[str, Tensor] | None = No
     """
     figure = _figure(height=5.4)
     curve, shares = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    tau_NK = table.tau[(table.rounds > 0).all(1)]
-    columns = tau_NK.unbind(1)
-    intervals = [bootstrap_interval(lambda tau: tau.mean(-1), column) for column in columns]
-    low, high = zip(*intervals, strict=True)
-    means = [float(column.mean()) for column in columns]
-    curve.fill_between(table.block_sizes, low, high, color=BLUE, alpha=0.2, linewidth=0, label="95 % interval")
-    curve.plot(table.block_sizes, means, color=BLUE, marker="o", markersize=4, label="one block size for all prompts")
+    kept_N = (table.rounds > 0).all(1)
+    tau_NK = table.tau[kept_N]
+    low, high = zip(*(bootstrap_interval(_mean, column_N) for column_N in tau_NK.unbind(1)), strict=True)
+    curve.fill_between(table.block_sizes, low, high, color=BLUE, alpha=0.2, linewidth=0, label="95% interval")
+    means = tau_NK.mean(0).tolist()
+    curve.plot(table.block_sizes, means, color=BLUE, marker="o", markersize=4, label="same for all prompts")
 
     is_best_NK = (tau_NK == tau_NK.amax(1, keepdim=True)).double()
     share_K = (is_best_NK / is_best_NK.sum(1, keepdim=True)).mean(0)
     shares.bar(table.block_sizes, share_K.tolist(), width=0.7, color=BLUE, alpha=0.6, label="best (ties split evenly)")
 
-    kept_N = (table.rounds > 0).all(1)
     for index, (policy, choice_N) in enumerate((chosen or {}).items()):
         colour, line, marker = SERIES[index % len(SERIES)]
         choice_N = choice_N[kept_N]
         mean = float(tau_NK.gather(1, choice_N[:, None]).mean())
         curve.axhline(mean, color=colour, linestyle=line, label=f"{policy}: {mean:.3f}")
         picked_K = torch.bincount(choice_N, minlength=len(table.block_sizes)).double() / len(choice_N)
-        shares.plot(
-            table.block_sizes, picked_K.tolist(), color=colour, linestyle="", marker=marker, label=f"picked by {policy}"
-        )
+        picked = {size: share for size, share in zip(table.block_sizes, picked_K.tolist(), strict=True) if share}
+        shares.plot(*zip(*picked.items(), strict=True), marker, color=colour, label=f"picked by {policy}")
     _dress(curve, y_label="mean tau (tokens per round)")
     _dress(shares, x_label="block size (positions verified per round)", y_label="share of prompts")
     shares.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
@@ -89,7 +87,7 @@ def tau_bar_figure(summaries: Sequence[PolicySummary]) -> Figure:
             f"{one.tau:.3f}", (one.tau, place), xytext=(0, 6), textcoords="offset points", ha="center", **_SMALL
         )
     axes.set_ylim(-0.6, len(shown) - 0.2)
-    _dress(axes, x_label="tau (tokens per round), mean over prompts with 95 % interval", grid="x")
+    _dress(axes, x_label="tau with 95% interval (tokens per round)", grid="x")
     axes.set_yticks(range(len(shown)), [one.policy for one in shown], **_TEXT)
     return figure
 
@@ -125,23 +123,27 @@ def _share_grid(axes: Axes, policies: Mapping[str, Counter[int]], sizes: Sequenc
             share = count[size] / count.total()
             corner = (column - 0.46, row - 0.42)
             axes.add_patch(Rectangle(corner, 0.92, 0.84, facecolor=BLUE, alpha=0.06 + 0.84 * share, linewidth=0))
-            colour = "#ffffff" if share > 0.5 else INK
+            colour = "#ffffff" if share > 0.8 else INK
             if count[size]:
                 axes.text(
                     column, row, f"{100 * share:.0f}", color=colour, fontsize=9, ha="center", va="center_baseline"
                 )
     axes.set(xlim=(-0.5, len(sizes) - 0.5), ylim=(len(policies) - 0.5, -0.5))
-    _dress(axes, grid="")
+    _dress(axes, grid=None)
     axes.spines[:].set_visible(False)
     axes.set_xticks(range(len(sizes)), [str(size) for size in sizes], **_SMALL)
     axes.set_yticks(range(len(policies)), list(policies), **_TEXT)
+
+
+def _mean(values: Tensor) -> Tensor:
+    return values.mean(-1)
 
 
 def _figure(height: float) -> Figure:
     return Figure(figsize=(_WIDTH, height), layout="constrained", facecolor="none")
 
 
-def _dress(axes: Axes, *, x_label: str = "", y_label: str = "", grid: str = "y") -> None:
+def _dress(axes: Axes, *, x_label: str = "", y_label: str = "", grid: Literal["x", "y"] | None = "y") -> None:
     """Labels, ticks, rules and spines in the common style."""
     axes.set_facecolor("none")
     axes.set_xlabel(x_label, **_TEXT)
@@ -150,7 +152,7 @@ def _dress(axes: Axes, *, x_label: str = "", y_label: str = "", grid: str = "y")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(RULE)
     axes.set_axisbelow(True)
-    if grid:
+    if grid is not None:
         axes.grid(axis=grid, color=RULE, linewidth=0.7)
 
 

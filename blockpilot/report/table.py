@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 from rich.table import Table
+from rich.text import Text
 
 from blockpilot.metrics import Interval, PolicySummary
 
@@ -35,23 +36,22 @@ def summary_rows(summaries: Sequence[PolicySummary]) -> list[dict[str, str | int
 
 
 def summary_table(summaries: Sequence[PolicySummary]) -> Table:
-    """A terminal table with a line per policy; 95 % intervals in brackets."""
-    table = Table(title="Policies on the test prompts, [95 % interval]")
+    """A terminal table with a row per policy; 95 % intervals stand in brackets under their figures."""
+    table = Table(title=Text("Policies on the test prompts [95% interval]"))
     table.add_column("policy", no_wrap=True)
     for heading in ("block size", "tau", "tau pooled", "speedup", "regret", "headroom captured", "prompts"):
         table.add_column(heading, justify="right")
     for one in summaries:
-        cells = summary_cells(one)
-        table.add_row(one.policy, *(" ".join(filter(None, cell)).replace("[", r"\[") for cell in cells))
+        table.add_row(Text(one.policy), *(Text("\n".join(filter(None, cell))) for cell in summary_cells(one)))
     return table
 
 
 def summary_cells(one: PolicySummary) -> list[tuple[str, str]]:
-    """(figure, interval or remark) of each column after the policy's name, rounded for people.
+    """(figure, interval or nothing) of each column after the policy's name, rounded for people.
 
-    Columns: block size, tau, tau pooled, speedup, regret, headroom captured, prompts.
+    Columns: block size, tau, tau pooled, speedup, regret, headroom captured, prompts (with rounds, of all).
     """
-    left_out = one.num_prompts_without_rounds
+    with_rounds = one.num_prompts - one.num_prompts_without_rounds
     return [
         (_number(one.mean_block_size, "{:.2f}"), ""),
         (_number(one.tau, "{:.3f}"), _interval(one.tau_interval, "{:.3f}")),
@@ -59,7 +59,7 @@ def summary_cells(one: PolicySummary) -> list[tuple[str, str]]:
         (_number(one.speedup, "{:.2f}x"), _interval(one.speedup_interval, "{:.2f}")),
         (_number(one.regret, "{:.1%}"), _interval(one.regret_interval, "{:.1%}")),
         (_number(one.headroom_captured, "{:.0%}"), _interval(one.headroom_captured_interval, "{:.0%}")),
-        (str(one.num_prompts), f"({left_out} without rounds)" if left_out else ""),
+        (str(with_rounds) if with_rounds == one.num_prompts else f"{with_rounds} of {one.num_prompts}", ""),
     ]
 
 

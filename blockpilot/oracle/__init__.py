@@ -1,0 +1,26 @@
+"""Labels: which block size would have been best for a prompt, and the prefill distribution it was seen with."""
+
+from blockpilot.oracle.cache import CacheKey, CacheRow, LabelCache
+from blockpilot.oracle.collect import candidate_block_sizes, fill, open_cache
+from blockpilot.oracle.enumeration import enumerate_block_sizes as enumerate
+from blockpilot.oracle.prefill import sparse_distributions
+from blockpilot.oracle.record import OracleRecord
+from blockpilot.oracle.replay import replay
+from blockpilot.oracle.table import Distributions, LabelTable, TokenLists, concatenate
+
+__all__ = [
+    "CacheKey",
+    "CacheRow",
+    "Distributions",
+    "LabelCache",
+    "LabelTable",
+    "OracleRecord",
+    "TokenLists",
+    "candidate_block_sizes",
+    "concatenate",
+    "enumerate",
+    "fill",
+    "open_cache",
+    "replay",
+    "sparse_distributions",
+]

@@ -1,0 +1,311 @@
+"""The cache on disk: Parquet shards of labels and prefill distributions under a digest of what made them.
+
+Knows files, manifests and shards; nothing of models or of how a label is found. A shard appears whole or not at
+all, so any number of writers may fill one cache and any of them may be killed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from blockpilot.errors import UserError
+from blockpilot.oracle.table import Distributions, LabelTable, TokenLists
+
+log = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 1
+_INFO = b"blockpilot"
+
+
+@dataclass(frozen=True)
+class CacheKey:
+    """Everything that changes a cache's content, and nothing else.
+
+    Device, batch size, number of writers and the method (replay and enumeration agree) are not here.
+    """
+
+    pair: Mapping[str, str]
+    """Identity of target, drafter, dtype, tokenizer, chat template and thinking switch."""
+    prompts: str
+    """Digest of the prompt rows, in order."""
+    block_sizes: tuple[int, ...]
+    vocab_size: int
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    stop_token_ids: tuple[int, ...]
+    tail_mass: float
+    store_logits: bool
+    store_hidden: bool
+    tau_convention: str
+    schema_version: int = SCHEMA_VERSION
+
+    def fields(self) -> dict[str, Any]:
+        """Flat plain values; the pair's are named ``pair.target`` and so on."""
+        values = asdict(self)
+        pair = {f"pair.{name}": value for name, value in sorted(values.pop("pair").items())}
+        return json.loads(json.dumps(pair | values))
+
+    def folder(self, root: Path, pair_name: str, source: str) -> Path:
+        """``<root>/<pair>-<digest of all but the prompts>/<source>-<digest of the prompts>``."""
+        settings = {name: value for name, value in self.fields().items() if name != "prompts"}
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+        return root / f"{pair_name}-{digest[:12]}" / f"{source}-{self.prompts[:12]}"
+
+
+@dataclass(frozen=True)
+class CacheRow:
+    """One sample as it is stored."""
+
+    prompt_id: str
+    prompt_key: int
+    """Signed 64-bit."""
+    dataset: str
+    prompt_tokens: list[int]
+    output_tokens: list[int]
+    block_sizes: list[int]
+    acceptance_lengths: list[list[int]]
+    """One list per block size."""
+    distribution_ids: list[int]
+    distribution_probs: list[float]
+    seed: int
+    logits: list[float] | None = None
+    hidden: list[float] | None = None
+
+
+_SCHEMA = pa.schema(
+    [
+        ("prompt_id", pa.string()),
+        ("prompt_key", pa.int64()),
+        ("dataset", pa.string()),
+        ("prompt_tokens", pa.large_list(pa.int32())),
+        ("output_tokens", pa.large_list(pa.int32())),
+        ("block_sizes", pa.large_list(pa.int32())),
+        ("acceptance_lengths", pa.large_list(pa.large_list(pa.int16()))),
+        ("distribution_ids", pa.large_list(pa.int32())),
+        ("distribution_probs", pa.large_list(pa.float32())),
+        ("seed", pa.int64()),
+        ("logits", pa.large_list(pa.float32())),
+        ("hidden", pa.large_list(pa.float32())),
+    ]
+)
+
+
+class LabelCache:
+    """One folder of shards.
+
+    Args:
+        folder: where it is or will be.
+        key: what it must hold.
+        num_rows: prompt rows behind it.
+        shard_size: prompt rows per shard, for a new cache; an existing one keeps its own.
+        provenance: facts to write beside the key when the cache is new (versions, commit, device).
+
+    Raises:
+        UserError: the folder's manifest differs from ``key`` (the message names the field and both values), or
+            cannot be read.
+    """
+
+    def __init__(
+        self, folder: Path, key: CacheKey, num_rows: int, shard_size: int, provenance: Mapping[str, str] | None = None
+    ) -> None:
+        self.folder, self.key = folder, key
+        manifest = folder / "manifest.json"
+        if not manifest.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            content = {
+                "key": key.fields(),
+                "num_rows": num_rows,
+                "shard_size": shard_size,
+                "provenance": dict(provenance or {}),
+            }
+            _create(manifest, json.dumps(content, indent=2))
+        self.manifest = _read_manifest(manifest)
+        _compare(manifest, self.manifest["key"], key.fields())
+        self.shard_size: int = self.manifest["shard_size"]
+        self.num_shards = -(-num_rows // self.shard_size)
+
+    def rows_of(self, shard: int) -> range:
+        """Indices of the prompt rows of a shard."""
+        return range(shard * self.shard_size, min((shard + 1) * self.shard_size, self.manifest["num_rows"]))
+
+    def path(self, shard: int) -> Path:
+        """File of a shard."""
+        return self.folder / f"shard-{shard:05d}-of-{self.num_shards:05d}.parquet"
+
+    def missing(self) -> list[int]:
+        """Shards that are not there, or cannot be read (named in the log; they will be rebuilt)."""
+        return [shard for shard in range(self.num_shards) if not self._readable(shard)]
+
+    def _readable(self, shard: int) -> bool:
+        path = self.path(shard)
+        if not path.exists():
+            return False
+        try:
+            pq.read_table(path, page_checksum_verification=True)
+        except (pa.ArrowException, OSError) as error:
+            log.warning("shard %s is damaged (%s) and will be rebuilt", path.name, str(error).splitlines()[0])
+            return False
+        return True
+
+    def write(self, shard: int, rows: Sequence[CacheRow], *, skipped: int, seconds: float, device: str) -> None:
+        """Stores a shard: whole file, flushed to disk, then renamed into place."""
+        columns = {name: [getattr(row, name) for row in rows] for name in _SCHEMA.names}
+        info = json.dumps({"skipped": skipped, "seconds": seconds, "device": device})
+        table = pa.table(columns, schema=_SCHEMA.with_metadata({_INFO: info.encode()}))
+        partial = self.folder / f".{self.path(shard).name}.{os.getpid()}"
+        with partial.open("wb") as file:
+            pq.write_table(table, file, compression="zstd", write_page_checksum=True)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, self.path(shard))
+        _sync_folder(self.folder)
+
+    def finish(self) -> None:
+        """Adds the total of all shards to the manifest, once every shard is there."""
+        infos = [self._info(shard) for shard in range(self.num_shards)]
+        self.manifest["provenance"]["seconds"] = round(sum(info["seconds"] for info in infos), 3)
+        self.manifest["skipped_too_long"] = self.skipped()
+        partial = self.folder / f".manifest.{os.getpid()}"
+        partial.write_text(json.dumps(self.manifest, indent=2), encoding="utf-8")
+        os.replace(partial, self.folder / "manifest.json")
+
+    def _info(self, shard: int) -> dict[str, Any]:
+        return json.loads(pq.read_schema(self.path(shard)).metadata[_INFO])
+
+    def skipped(self) -> int:
+        """Samples left out because their prompt was longer than the model allows."""
+        return sum(self._info(shard)["skipped"] for shard in range(self.num_shards))
+
+    def read(self) -> pa.Table:
+        """All rows as one Arrow table, memory-mapped.
+
+        Raises:
+            UserError: shards are missing.
+        """
+        missing = [self.path(s).name for s in range(self.num_shards) if not self.path(s).exists()]
+        if missing:
+            raise UserError(
+                f"cache {self.folder} lacks {len(missing)} of {self.num_shards} shards, such as {missing[0]}"
+            )
+        tables = [pq.read_table(self.path(shard), memory_map=True) for shard in range(self.num_shards)]
+        return pa.concat_tables([table.replace_schema_metadata(None) for table in tables])
+
+    def load(self) -> LabelTable:
+        """All rows as tensors; no per-row Python for the wide columns.
+
+        Raises:
+            UserError: shards are missing, or no row is left.
+        """
+        table = self.read()
+        if table.num_rows == 0:
+            raise UserError(f"cache {self.folder} holds no prompt: {self.skipped()} were longer than the model allows")
+        committed, rounds = _rounds(table, len(self.key.block_sizes))
+        offsets, ids = _csr(table, "distribution_ids")
+        _, probs = _csr(table, "distribution_probs")
+        return LabelTable(
+            prompt_ids=tuple(table["prompt_id"].to_pylist()),
+            datasets=tuple(table["dataset"].to_pylist()),
+            prompt_keys=torch.from_numpy(table["prompt_key"].to_numpy().copy()),
+            prompts=TokenLists(*_csr(table, "prompt_tokens")),
+            block_sizes=self.key.block_sizes,
+            committed_tokens=committed,
+            rounds=rounds,
+            distributions=Distributions(offsets, ids.long(), probs, self.key.vocab_size),
+            logits=_dense(table, "logits") if self.key.store_logits else None,
+            hidden=_dense(table, "hidden") if self.key.store_hidden else None,
+        )
+
+
+def prompts_digest(rows: Iterable[object]) -> str:
+    """Digest of prompt rows (dataclasses), in order."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps(asdict(row), sort_keys=True).encode() + b"\n")  # type: ignore[call-overload]
+    return digest.hexdigest()
+
+
+def _compare(manifest: Path, there: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    for name in sorted(there.keys() | wanted.keys()):
+        if there.get(name) != wanted.get(name):
+            raise UserError(
+                f"cache {manifest.parent} was collected with {name}={there.get(name)!r}, this run asks for "
+                f"{name}={wanted.get(name)!r}; use another cache_dir or remove that folder"
+            )
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        content["key"], content["num_rows"], content["shard_size"]
+        return content
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"cache manifest {path} cannot be read ({error}); remove its folder to collect again") from None
+
+
+def _create(path: Path, text: str) -> None:
+    """Writes a file unless another writer was faster."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        pass
+    finally:
+        partial.unlink()
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _list_parts(array: pa.Array) -> tuple[np.ndarray, pa.Array]:
+    """Offsets (from 0) and values of a list array that may be a slice."""
+    offsets = array.offsets.to_numpy()
+    return offsets - offsets[0], array.values.slice(offsets[0], offsets[-1] - offsets[0])
+
+
+def _csr(table: pa.Table, name: str) -> tuple[Tensor, Tensor]:
+    """A list column as int64 offsets ``[N + 1]`` and flat values."""
+    offsets, values = _list_parts(table[name].combine_chunks())
+    return torch.from_numpy(offsets.astype(np.int64)), torch.from_numpy(values.to_numpy().copy())
+
+
+def _dense(table: pa.Table, name: str) -> Tensor:
+    offsets, values = _csr(table, name)
+    return values.view(len(offsets) - 1, -1)
+
+
+def _rounds(table: pa.Table, candidates: int) -> tuple[Tensor, Tensor]:
+    """Sums and counts of the acceptance lengths, int64 ``[N, K]`` each."""
+    _, per_candidate = _list_parts(table["acceptance_lengths"].combine_chunks())
+    offsets, lengths = _list_parts(per_candidate)
+    total = np.concatenate([[0], np.cumsum(lengths.to_numpy(), dtype=np.int64)])
+    sums, counts = total[offsets[1:]] - total[offsets[:-1]], np.diff(offsets)
+    return (
+        torch.from_numpy(sums).view(-1, candidates),
+        torch.from_numpy(counts.astype(np.int64)).view(-1, candidates),
+    )

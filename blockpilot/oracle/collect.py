@@ -1,0 +1,182 @@
+"""Fills a cache: prompt rows to samples, samples to labels, labels to shards.
+
+Knows how turns become samples and which shards are whose; replay, enumeration and files are elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from blockpilot.config import ROOT, CollectConfig, GenerationConfig, OracleConfig
+from blockpilot.decoding.sampling import signed_prompt_key
+from blockpilot.models.pair import Pair
+from blockpilot.oracle.cache import CacheKey, CacheRow, LabelCache, prompts_digest
+from blockpilot.oracle.enumeration import enumerate_block_sizes
+from blockpilot.oracle.prefill import sparse_distributions
+from blockpilot.oracle.record import OracleRecord
+from blockpilot.oracle.replay import replay
+from blockpilot.prompts import PromptRow
+
+log = logging.getLogger(__name__)
+
+MIN_BLOCK_SIZE = 2
+
+
+def candidate_block_sizes(trained: int, radius: int) -> tuple[int, ...]:
+    """``{B - radius .. B + radius}``, cut at 2 from below."""
+    return tuple(range(max(MIN_BLOCK_SIZE, trained - radius), trained + radius + 1))
+
+
+def cache_key(pair: Pair, rows: Sequence[PromptRow], generation: GenerationConfig, oracle: OracleConfig) -> CacheKey:
+    """What a cache of these rows must hold."""
+    return CacheKey(
+        pair=pair.identity,
+        prompts=prompts_digest(rows),
+        block_sizes=candidate_block_sizes(pair.block_size, oracle.radius),
+        vocab_size=pair.vocab_size,
+        max_new_tokens=generation.max_new_tokens,
+        temperature=generation.temperature,
+        top_p=generation.top_p,
+        top_k=generation.top_k,
+        seed=generation.seed,
+        stop_token_ids=pair.stop_token_ids,
+        tail_mass=oracle.tail_mass,
+        store_logits=oracle.store_logits,
+        store_hidden=oracle.store_hidden,
+        tau_convention=oracle.tau_convention,
+    )
+
+
+def open_cache(
+    root: Path, source: str, pair: Pair, rows: Sequence[PromptRow], generation: GenerationConfig, oracle: OracleConfig,
+    collect: CollectConfig,
+) -> LabelCache:  # fmt: skip
+    """The cache of ``rows`` under ``root``, made if it is new.
+
+    Args:
+        root: folder of all caches.
+        source: readable name of the prompts, such as ``gsm8k-train``.
+        pair, rows, generation, oracle: what decides its content.
+        collect: shard size of a new cache.
+    """
+    key = cache_key(pair, rows, generation, oracle)
+    folder = key.folder(root, pair.name, source)
+    return LabelCache(folder, key, len(rows), collect.shard_size, _provenance(pair))
+
+
+def fill(
+    cache: LabelCache,
+    pair: Pair,
+    rows: Sequence[PromptRow],
+    generation: GenerationConfig,
+    oracle: OracleConfig,
+    collect: CollectConfig,
+    on_rows: Callable[[int], None] = lambda done: None,
+) -> None:
+    """Makes this writer's missing shards (``shard_index`` of ``num_shards``); existing ones are left alone.
+
+    Args:
+        on_rows: told the number of prompt rows after each shard.
+    """
+    skipped = 0
+    for shard in cache.missing():
+        if shard % collect.num_shards != collect.shard_index:
+            continue
+        began = time.perf_counter()
+        members = [rows[i] for i in cache.rows_of(shard)]
+        stored, too_long = label_rows(pair, members, generation, oracle, collect.batch_size)
+        cache.write(
+            shard, stored, skipped=too_long, seconds=time.perf_counter() - began, device=_device_name(pair.device)
+        )
+        skipped += too_long
+        on_rows(len(members))
+    if skipped:
+        log.warning(
+            "%d samples skipped: their prompt is longer than the target's %d positions", skipped, pair.max_positions
+        )
+    if all(cache.path(shard).exists() for shard in range(cache.num_shards)):
+        cache.finish()
+
+
+def label_rows(
+    pair: Pair, rows: Sequence[PromptRow], generation: GenerationConfig, oracle: OracleConfig, batch_size: int
+) -> tuple[list[CacheRow], int]:
+    """Samples of ``rows``, in row and turn order, and how many were too long.
+
+    Every user turn is one sample; its context holds the target's own answers to the earlier turns. A prompt longer
+    than the target's positions is left out, and with it the later turns of its row.
+    """
+    method = replay if oracle.method == "replay" else enumerate_block_sizes
+    block_sizes = candidate_block_sizes(pair.block_size, oracle.radius)
+    answers: dict[int, list[str]] = {index: [] for index in range(len(rows))}
+    samples: dict[tuple[int, int], CacheRow] = {}
+    skipped = 0
+    for turn in range(max(len(row.turns) for row in rows)):
+        open_rows = [i for i in answers if len(rows[i].turns) > turn]
+        prompts = {i: pair.encode(rows[i].turns[: turn + 1], answers[i]) for i in open_rows}
+        for index in [i for i in open_rows if len(prompts[i]) > pair.max_positions]:
+            skipped += len(rows[index].turns) - turn
+            del answers[index], prompts[index]
+        records = method(
+            pair, list(prompts.values()), block_sizes, max_new_tokens=generation.max_new_tokens,
+            temperature=generation.temperature, top_p=generation.top_p, top_k=generation.top_k, seed=generation.seed,
+            tau_convention=oracle.tau_convention, batch_size=batch_size,
+        )  # fmt: skip
+        for index, record in zip(prompts, records, strict=True):
+            samples[index, turn] = _stored(rows[index], turn, record, generation.seed, oracle)
+            answers[index].append(pair.decode(record.output_ids))
+    return [samples[place] for place in sorted(samples)], skipped
+
+
+def sample_id(row: PromptRow, turn: int) -> str:
+    """The row's id; with ``#turn`` behind it where the row has several turns."""
+    return row.id if len(row.turns) == 1 else f"{row.id}#{turn}"
+
+
+def _stored(row: PromptRow, turn: int, record: OracleRecord, seed: int, oracle: OracleConfig) -> CacheRow:
+    sparse = sparse_distributions(record.logits[None], oracle.tail_mass)
+    return CacheRow(
+        prompt_id=sample_id(row, turn),
+        prompt_key=signed_prompt_key(record.prompt_ids),
+        dataset=row.dataset,
+        prompt_tokens=record.prompt_ids,
+        output_tokens=record.output_ids,
+        block_sizes=list(record.acceptance_lengths),
+        acceptance_lengths=list(record.acceptance_lengths.values()),
+        distribution_ids=sparse.token_ids.tolist(),
+        distribution_probs=sparse.probs.tolist(),
+        seed=seed,
+        logits=record.logits.tolist() if oracle.store_logits else None,
+        hidden=record.hidden.tolist() if oracle.store_hidden else None,
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
+
+
+def _provenance(pair: Pair) -> dict[str, str]:
+    facts = {name: version(name) for name in ("torch", "transformers")}
+    facts["python"] = platform.python_version()
+    facts["device"] = _device_name(pair.device)
+    facts["git_commit"] = git_commit()
+    return facts
+
+
+def git_commit() -> str:
+    """Commit of the project's checkout, or ``unknown``."""
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return found.stdout.strip()

@@ -1,0 +1,172 @@
+"""The trained classifier as a policy, and its folder on disk: ``config.json`` and ``model.safetensors``, no pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from blockpilot.config import PredictorConfig
+from blockpilot.decoding.engine import Prefill
+from blockpilot.errors import UserError
+from blockpilot.learning import BlockSizePredictor, FeatureExtractor
+from blockpilot.models.pair import Pair
+
+FORMAT_VERSION = 1
+_KEYS = "training_prompt_keys"
+
+
+@dataclass(frozen=True)
+class PredictorPolicy:
+    """Reads the prefill distribution, picks a block size, once per prompt."""
+
+    predictor: BlockSizePredictor
+    extractor: FeatureExtractor
+    settings: PredictorConfig
+    pair_identity: Mapping[str, str]
+    """Identity of the pair it was trained with."""
+    vocab_size: int
+    hidden_size: int
+    trained_block_size: int
+    """B of that pair's drafter."""
+    best_fixed: int
+    """The best single block size of its training prompts: what learning has to beat."""
+    training_prompt_keys: Tensor
+    """int64: keys of the prompts it learned from (training and validation)."""
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """The candidates."""
+        return self.predictor.block_sizes
+
+    def to(self, device: torch.device) -> PredictorPolicy:
+        """Moves the predictor, in place, and returns the policy."""
+        self.predictor.to(device)
+        return self
+
+    @torch.no_grad()
+    def choose(self, prefill: Prefill) -> int:
+        """The candidate with the highest score.
+
+        Raises:
+            UserError: the logits are of another vocabulary.
+        """
+        if prefill.logits.shape[-1] != self.vocab_size:
+            raise UserError(
+                f"the policy was trained on a vocabulary of {self.vocab_size} tokens, "
+                f"this target has {prefill.logits.shape[-1]}"
+            )
+        features = self.extractor.from_logits(prefill.logits, prefill.hidden)
+        return int(self.predictor.choose(features)[0])
+
+    def check_pair(self, pair: Pair) -> None:
+        """Whether it was trained with this pair.
+
+        Raises:
+            UserError: target, drafter or another part differs; the message names the part and both.
+        """
+        for part, trained in self.pair_identity.items():
+            given = pair.identity.get(part)
+            if trained != given:
+                raise UserError(f"the policy was trained with {part} {trained}, this pair has {part} {given}")
+
+    def check_unseen(self, prompt_keys: Tensor) -> None:
+        """Whether none of these prompts was learned from.
+
+        Raises:
+            UserError: some were; the message counts them.
+        """
+        shared = int(torch.isin(prompt_keys, self.training_prompt_keys).sum())
+        if shared:
+            raise UserError(
+                f"{shared} of {len(prompt_keys)} test prompts are among the {len(self.training_prompt_keys)} the policy "
+                "was trained on; test it on other prompts"
+            )
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the folder :func:`load_policy` reads."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {
+            "format_version": FORMAT_VERSION,
+            "block_sizes": list(self.block_sizes),
+            "trained_block_size": self.trained_block_size,
+            "best_fixed": self.best_fixed,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "preprocess": asdict(self.extractor),
+            "predictor": asdict(self.settings),
+            "pair": dict(self.pair_identity),
+            "versions": {name: version(name) for name in ("torch", "transformers", "lightning")},
+        }
+        weights = {
+            f"predictor.{name}": t.detach().cpu().contiguous() for name, t in self.predictor.state_dict().items()
+        }
+        save_file({**weights, _KEYS: self.training_prompt_keys.contiguous()}, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def load_policy(folder: str | Path, pair: Pair | None = None) -> PredictorPolicy:
+    """A trained policy from its folder.
+
+    Args:
+        folder: holds ``config.json`` and ``model.safetensors``.
+        pair: if given, the policy must have been trained with it, and is moved to its device.
+
+    Raises:
+        UserError: the folder is missing or damaged, or the policy belongs to another pair.
+    """
+    folder = Path(folder)
+    config, weights = _read(folder)
+    try:
+        extractor = FeatureExtractor(**config["preprocess"])
+        settings = PredictorConfig(**config["predictor"])
+        predictor = BlockSizePredictor(
+            extractor.input_size(config["vocab_size"], config["hidden_size"]),
+            config["block_sizes"],
+            sparse_input=extractor.is_sparse,
+            depth=settings.depth,
+            width=settings.width,
+            dropout=settings.dropout,
+            residual=settings.residual,
+        )
+        keys = weights.pop(_KEYS)
+        predictor.load_state_dict({name.removeprefix("predictor."): t for name, t in weights.items()})
+        policy = PredictorPolicy(
+            predictor.eval(), extractor, settings, config["pair"], config["vocab_size"], config["hidden_size"],
+            config["trained_block_size"], config["best_fixed"], keys,
+        )  # fmt: skip
+    except UserError:
+        raise
+    except (KeyError, TypeError, RuntimeError) as error:
+        first = str(error).splitlines()[0]
+        raise UserError(f"policy folder {folder} does not fit together: {type(error).__name__}: {first}") from error
+    if pair is not None:
+        policy.check_pair(pair)
+        policy.to(pair.device)
+    return policy
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    for name in ("config.json", "model.safetensors"):
+        if not (folder / name).is_file():
+            raise UserError(
+                f"policy.path={str(folder)!r}: there is no {name}; expected the policy folder of a training run"
+            )
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        weights = load_file(folder / "model.safetensors")
+    except (ValueError, SafetensorError, OSError) as error:
+        raise UserError(f"policy folder {folder} cannot be read: {str(error).splitlines()[0]}") from error
+    if config.get("format_version") != FORMAT_VERSION:
+        got = config.get("format_version")
+        raise UserError(f"policy folder {folder} has format_version {got}; expected {FORMAT_VERSION}")
+    return config, weights

@@ -1,0 +1,168 @@
+"""One self-contained HTML page per run: figures inline, nothing fetched, light or dark as the reader prefers.
+
+Knows markup; every number comes ready from summaries and figures.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from blockpilot.metrics import PolicySummary
+from blockpilot.report.plots import BLUE, INK, RULE
+from blockpilot.report.table import summary_cells
+
+_COLUMNS = (
+    ("block size", "positions verified per round, anchor included: mean over a prompt's rounds, then over prompts"),
+    ("tau", "tokens committed per round: mean over a prompt's rounds, then over prompts. Higher is better"),
+    ("tau pooled", "all committed tokens over all rounds, so that long outputs weigh more than in tau"),
+    (
+        "speedup",
+        "seconds per output token of autoregressive decoding over those of this policy. Prefill is in neither; "
+        "the policy's own time is included",
+    ),
+    ("regret", "share of the best candidate's tau that the policy gives away, mean over prompts. 0% is perfect"),
+    (
+        "headroom captured",
+        "how much of the way from always using the trained block size (0%) to the best candidate for every prompt "
+        "(100%) the policy covers. Below 0% the trained block size alone does better",
+    ),
+    (
+        "prompts",
+        "test prompts. Where it says 63 of 64, one output ended with the prefill token: it has no rounds and so no "
+        "tau, and is left out of block size, tau, regret and headroom",
+    ),
+)
+"""(heading, meaning) of the columns of ``summary_cells``."""
+
+_STYLE = """
+:root { color-scheme: light dark; --page: #ffffff; --ink: #24292f; --soft: #57606a; --rule: #d0d7de; --panel: #f6f8fa;
+  --blue: #0072b2; }
+@media (prefers-color-scheme: dark) {
+  :root { --page: #0d1117; --ink: #e6edf3; --soft: #9da7b3; --rule: #3a424c; --panel: #161b22;
+    --blue: #3b94d1; }
+}
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 1.5rem 1rem 3rem; max-width: 72rem; background: var(--page); color: var(--ink);
+  font: 1rem/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 1rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.15rem; margin: 2.25rem 0 .75rem; }
+.facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr)); gap: .75rem 1.5rem; margin: 0; }
+dt { color: var(--soft); font-size: .85rem; }
+.facts dd { margin: 0; overflow-wrap: anywhere; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th, td { padding: .45rem .7rem; text-align: right; vertical-align: top; white-space: nowrap;
+  border-bottom: 1px solid var(--rule); }
+thead th { color: var(--soft); font-size: .85rem; font-weight: 600; vertical-align: bottom; }
+th:first-child { text-align: left; padding-left: 0; position: sticky; left: 0; background: var(--page); }
+tbody th { font-weight: 600; }
+small { display: block; color: var(--soft); font-size: .8rem; }
+.meanings { margin: 0; display: grid; grid-template-columns: max-content 1fr; gap: .35rem 1rem; font-size: .9rem; }
+.meanings dd { margin: 0; }
+.note { font-size: .9rem; }
+.figures { columns: 26rem 2; column-gap: 2.5rem; }
+figure { margin: 0 0 2rem; break-inside: avoid; }
+figcaption { font-weight: 600; margin-bottom: .5rem; }
+svg { display: block; width: 100%; max-width: 33rem; height: auto; color: var(--ink); }
+pre { background: var(--panel); border: 1px solid var(--rule); border-radius: .4rem; padding: .75rem 1rem;
+  overflow-x: auto; font-size: .85rem; line-height: 1.45; }
+summary { cursor: pointer; }
+@media (max-width: 40rem) {
+  th, td { padding: .4rem .5rem; }
+  .meanings { grid-template-columns: 1fr; gap: 0; }
+  .meanings dd { margin-bottom: .5rem; }
+}
+"""
+
+
+def write_report(
+    path: str | Path,
+    *,
+    title: str,
+    summaries: Sequence[PolicySummary],
+    figures: Mapping[str, Figure],
+    config_yaml: str,
+    facts: Mapping[str, str],
+) -> None:
+    """Writes the page, replacing a file that is there.
+
+    Args:
+        path: the HTML file.
+        title: heading of the page.
+        summaries: rows of the table.
+        figures: caption -> figure, in reading order.
+        config_yaml: the resolved configuration, shown folded.
+        facts: label -> value, shown at the top: model, device, data sets, seed.
+    """
+    fact_list = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items())
+    drawings = "".join(
+        f"<figure><figcaption>{escape(caption)}</figcaption>{_svg(figure, caption, f'f{index}-')}</figure>\n"
+        for index, (caption, figure) in enumerate(figures.items())
+    )
+    meanings = "".join(f"<dt>{escape(heading)}</dt><dd>{escape(meaning)}.</dd>\n" for heading, meaning in _COLUMNS)
+    page = f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+<main>
+<h1>{escape(title)}</h1>
+<dl class="facts">{fact_list}</dl>
+<h2>Policies</h2>
+<div class="scroll" tabindex="0" role="region" aria-label="Policies">{_table(summaries)}</div>
+<h2>What the columns mean</h2>
+<dl class="meanings">
+{meanings}</dl>
+<p class="note">Brackets hold 95% bootstrap intervals over prompts. All policies decode the same prompts, so a
+difference between two can be firm even where their intervals overlap; the interval of headroom captured is paired.</p>
+<h2>Figures</h2>
+<div class="figures">
+{drawings}</div>
+<h2>Configuration</h2>
+<details><summary>Resolved configuration of this run</summary><pre>{escape(config_yaml)}</pre></details>
+</main>
+</body>
+</html>
+"""
+    Path(path).write_text(page, encoding="utf-8")
+
+
+def _table(summaries: Sequence[PolicySummary]) -> str:
+    names = ("policy", *(name for name, _ in _COLUMNS))
+    headings = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
+    rows = []
+    for one in summaries:
+        cells = "".join(
+            f"<td>{escape(figure)}{f'<small>{escape(remark)}</small>' if remark else ''}</td>"
+            for figure, remark in summary_cells(one)
+        )
+        rows.append(f'<tr><th scope="row">{escape(one.policy)}</th>{cells}</tr>\n')
+    return f"<table><thead><tr>{headings}</tr></thead>\n<tbody>\n{''.join(rows)}</tbody></table>"
+
+
+def _svg(figure: Figure, caption: str, prefix: str) -> str:
+    """A figure as an inline SVG element that follows the page's colours.
+
+    Ids get ``prefix``: matplotlib numbers its elements from 1 in every figure, and a page needs them unique.
+    """
+    text = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "blockpilot"}):
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}", svg)
+    svg = svg.replace(INK, "currentColor").replace(RULE, "var(--rule)").replace(BLUE, "var(--blue)")
+    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(caption)}"', 1)

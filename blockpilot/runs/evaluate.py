@@ -1,0 +1,86 @@
+"""A trained policy, or a fixed block size, beside the standard rows on a data set of choice."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning
+
+from blockpilot.config import EvaluateConfig, project_path, to_plain
+from blockpilot.errors import UserError
+from blockpilot.models import assemble_pair, locate_pair
+from blockpilot.oracle import LabelTable, concatenate
+from blockpilot.policies import FixedPolicy, PredictorPolicy, load_policy
+from blockpilot.runs import compare
+from blockpilot.runs.labels import Labels, read_sources, unseen
+from blockpilot.runs.loggers import job_logger
+from blockpilot.runs.results import write_results
+
+log = logging.getLogger(__name__)
+
+
+def evaluate(config: EvaluateConfig, folder: Path, group: str | None = None) -> dict[str, Any]:
+    """Decodes test prompts under the policy and the standard rows; returns what ``metrics.json`` holds.
+
+    A data set with test prompts of its own is tested on those, and a policy trained on any of them is refused. From
+    one without, the prompts the policy was not trained on are taken. ``best-fixed`` is the best candidate on these
+    very labels where no training labels are at hand, and is then named ``best-fixed-on-test``.
+
+    Args:
+        config: the run's configuration.
+        folder: output folder, already there.
+        group: W&B group of a sweep.
+
+    Raises:
+        UserError: something in the configuration, the policy or the data cannot be used.
+    """
+    lightning.seed_everything(config.seed, workers=True, verbose=False)
+    locate_pair(config.model, config.drafter)
+    sources = read_sources(config, splits=("test",))
+    policy = _policy(config)
+    pair = assemble_pair(config.model, config.drafter, device=config.device)
+    labels = Labels(config, pair, sources)
+    if isinstance(policy, PredictorPolicy):
+        policy.check_pair(pair)
+        name, best_fixed = "predictor", policy.best_fixed
+        labels.collect()
+        table = _test_table(labels, policy).restrict(policy.block_sizes)
+        policy.to(pair.device)
+    else:
+        name, best_fixed = f"fixed-{policy.block_size}", None
+        labels.collect()
+        table = concatenate(labels.tables("test") + labels.tables("train"))
+    policies = compare.compared_policies(pair, table, best_fixed, config.seed, **{name: policy})
+    shown = compare.spread(table, config.evaluation.num_prompts)
+    with job_logger(config.logger, folder, to_plain(config), group) as logger:
+        decoded = compare.decode_policies(pair, shown, policies, config.generation, "decoding test prompts")
+        summaries = compare.summarize_against(decoded, shown, pair.block_size, config.evaluation, config.seed)
+        metrics = {
+            **compare.figures(summaries, name, pair.block_size),
+            "eval/label_agreement": compare.label_agreement(decoded, shown),
+        }
+        if logger is not None:
+            logger.log_metrics(metrics)
+        write_results(folder, config, pair, table, decoded, summaries, metrics, logger)
+    log.info("results in %s", folder)
+    return metrics
+
+
+def _test_table(labels: Labels, policy: PredictorPolicy) -> LabelTable:
+    """Test prompts as they are, provided none was learned from; of other data sets those not learned from."""
+    held_out = labels.tables("test")
+    for table in held_out:
+        policy.check_unseen(table.prompt_keys)
+    return concatenate(held_out + [unseen(table, policy.training_prompt_keys) for table in labels.tables("train")])
+
+
+def _policy(config: EvaluateConfig) -> PredictorPolicy | FixedPolicy:
+    if config.policy.name == "fixed":
+        if config.policy.block_size is None:
+            raise UserError("policy=fixed needs policy.block_size, got null; expected a number of at least 1")
+        return FixedPolicy(config.policy.block_size)
+    if config.policy.path is None:
+        raise UserError("policy=predictor needs policy.path, got null; expected the policy folder of a training run")
+    return load_policy(project_path(config.policy.path))

@@ -1,0 +1,95 @@
+"""What a run leaves in its output folder, the same for training and evaluation."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.loggers import Logger
+from rich.console import Console
+
+from blockpilot.config import CollectRunConfig, to_yaml
+from blockpilot.metrics import DecodedPrompt, PolicySummary
+from blockpilot.models import Pair
+from blockpilot.oracle import LabelTable
+from blockpilot.report import (
+    choice_figure,
+    log_summary,
+    summary_rows,
+    summary_table,
+    tau_bar_figure,
+    tau_curve_figure,
+    write_decisions,
+    write_report,
+)
+
+
+def write_results(
+    folder: Path,
+    config: CollectRunConfig,
+    pair: Pair,
+    table: LabelTable,
+    decoded: Sequence[DecodedPrompt],
+    summaries: Sequence[PolicySummary],
+    metrics: Mapping[str, Any],
+    logger: Logger | None,
+) -> None:
+    """Writes ``metrics.json``, ``decisions.parquet`` and ``report.html``, logs the table, prints it.
+
+    Args:
+        folder: output folder of the run.
+        config: the run's configuration.
+        pair: the pair that decoded.
+        table: labels of all test prompts, for the curve.
+        decoded, summaries: of the decoded prompts.
+        metrics: figures to keep beside the table.
+        logger: the run's logger.
+    """
+    rows = summary_rows(summaries)
+    content = {**metrics, "policies": rows}
+    (folder / "metrics.json").write_text(json.dumps(_json_safe(content), indent=2) + "\n", encoding="utf-8")
+    write_decisions(folder / "decisions.parquet", decoded)
+    figures = {
+        "tau by block size (labels of all test prompts)": tau_curve_figure(table),
+        "tau by policy (decoded prompts)": tau_bar_figure(summaries),
+        "block sizes chosen": choice_figure(decoded),
+    }
+    log_summary(logger, summaries, figures)
+    write_report(
+        folder / "report.html",
+        title=f"BlockPilot on {pair.name}",
+        summaries=summaries,
+        figures=figures,
+        config_yaml=to_yaml(config),
+        facts={
+            "model": pair.name,
+            "device": _device(pair.device),
+            "data sets": ", ".join(config.dataset),
+            "trained block size B": str(pair.block_size),
+            "candidates": ", ".join(map(str, table.block_sizes)),
+            "temperature": str(config.generation.temperature),
+            "output budget": f"{config.generation.max_new_tokens} tokens",
+            "test prompts": f"{len(table)} labelled, {summaries[0].num_prompts} decoded",
+            "seed": str(config.seed),
+        },
+    )
+    Console().print(summary_table(summaries))
+
+
+def _device(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+
+
+def _json_safe(value: Any) -> Any:
+    """NaN, which JSON does not have, as null."""
+    if isinstance(value, Mapping):
+        return {key: _json_safe(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_safe(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,19 @@
+"""A policy beside the standard ones, by real decoding: ``python evaluate.py policy.path=outputs/.../policy``."""
+
+import hydra
+from omegaconf import DictConfig
+
+from blockpilot.config import EvaluateConfig, exit_after_jobs, run_job
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="evaluate")
+def main(config: DictConfig) -> None:
+    """One job."""
+    from blockpilot.runs.evaluate import evaluate
+
+    run_job(config, EvaluateConfig, evaluate)
+
+
+if __name__ == "__main__":
+    main()
+    exit_after_jobs()

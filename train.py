@@ -1,0 +1,19 @@
+"""Collect labels, train the block-size predictor, evaluate it by real decoding: ``python train.py``."""
+
+import hydra
+from omegaconf import DictConfig
+
+from blockpilot.config import TrainConfig, exit_after_jobs, run_job
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="train")
+def main(config: DictConfig) -> None:
+    """One job."""
+    from blockpilot.runs.train import train
+
+    run_job(config, TrainConfig, train)
+
+
+if __name__ == "__main__":
+    main()
+    exit_after_jobs()
