@@ -390,6 +390,9 @@ def to_dataclass(config: DictConfig, schema: type[T]) -> T:
     Raises:
         UserError: an unknown key, a value of the wrong type, a missing value or a broken limit.
     """
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise UserError(f"{missing[0]} is not set; give it a value, as in {missing[0]}=VALUE")
     try:
         merged = OmegaConf.merge(OmegaConf.structured(schema), config)
         result = OmegaConf.to_object(merged)

@@ -35,7 +35,7 @@ class Trajectory:
     hidden: Tensor
     """fp32 ``[D]``, input of the head at the last prompt position."""
     features: Tensor
-    """``[len(prompt_ids) + len(output_ids) - 1, F]``: every processed position up to the last that can precede an anchor."""
+    """``[len(prompt_ids) + len(output_ids) - 1, F]``: every position that can precede an anchor."""
 
 
 @torch.inference_mode()

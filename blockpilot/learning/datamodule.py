@@ -83,7 +83,8 @@ def split_table(table: LabelTable, shares: Sequence[float], seed: int) -> list[L
         One table per share, and a last one with the rest; each in the table's order.
     """
     edges = torch.tensor(shares, dtype=torch.float64).cumsum(0)
-    fractions = torch.tensor([hash_fraction(i, seed) for i in table.prompt_ids], dtype=torch.float64)
+    # turns of one conversation ("id#turn") share their context, so they stay together
+    fractions = torch.tensor([hash_fraction(i.split("#")[0], seed) for i in table.prompt_ids], dtype=torch.float64)
     parts = torch.bucketize(fractions, edges, right=True)
     return [table.select((parts == part).nonzero().squeeze(1)) for part in range(len(shares) + 1)]
 
@@ -91,29 +92,26 @@ def split_table(table: LabelTable, shares: Sequence[float], seed: int) -> list[L
 class LabelDataModule(lightning.LightningDataModule):
     """Train, validation and test prompts of a predictor.
 
-    Prompts are told apart by their ids alone: two ids with the same text count as two prompts, so give a prompt the
-    same id wherever it appears.
+    Train and test may share neither an id nor, under whatever ids, the token ids of a prompt.
 
     Args:
         collect: makes whatever labels are missing; called before every run, so it must be idempotent.
-        load: returns the training table and the test table, or None where test prompts come out of the former.
+        load: returns the training table and the test table.
         extractor: turns tables into features.
         block_sizes: the K candidates to keep of the tables, rising.
         batch_size: prompts per batch.
         validation_share: share of the training prompts, by a hash of their ids, kept for validation.
-        test_share: share of the table held out for testing if ``load`` returns no test table.
         seed: seed of the split and of the order of training batches.
     """
 
     def __init__(
         self,
         collect: Callable[[], None],
-        load: Callable[[], tuple[LabelTable, LabelTable | None]],
+        load: Callable[[], tuple[LabelTable, LabelTable]],
         extractor: FeatureExtractor,
         block_sizes: Sequence[int],
         batch_size: int = 64,
         validation_share: float = 0.2,
-        test_share: float = 0.2,
         seed: int = 0,
     ):
         super().__init__()
@@ -123,7 +121,6 @@ class LabelDataModule(lightning.LightningDataModule):
         self.block_sizes = tuple(block_sizes)
         self.batch_size = batch_size
         self.validation_share = validation_share
-        self.test_share = test_share
         self.seed = seed
         self._tables: dict[str, LabelTable] = {}
         self._datasets: dict[str, LabelDataset] = {}
@@ -158,13 +155,9 @@ class LabelDataModule(lightning.LightningDataModule):
             return
         table, test = self._load()
         table = table.restrict(self.block_sizes)
-        if test is None:
-            shares = (self.test_share, (1 - self.test_share) * self.validation_share)
-            test, validation, train = split_table(table, shares, self.seed)
-        else:
-            test = test.restrict(self.block_sizes)
-            _refuse_overlap(table, test)
-            validation, train = split_table(table, (self.validation_share,), self.seed)
+        test = test.restrict(self.block_sizes)
+        _refuse_overlap(table, test)
+        validation, train = split_table(table, (self.validation_share,), self.seed)
         tables = {"train": train, "validation": validation, "test": test}
         _refuse_empty(tables)
         self._datasets = {name: LabelDataset(part, self.extractor) for name, part in tables.items()}
@@ -198,6 +191,8 @@ def _already_a_batch(batch: Any) -> Any:
 
 def _refuse_overlap(train: LabelTable, test: LabelTable) -> None:
     shared = sorted(set(train.prompt_ids) & set(test.prompt_ids))
+    repeated = torch.isin(test.prompt_keys, train.prompt_keys).nonzero().squeeze(1).tolist()
+    shared = shared or [test.prompt_ids[i] for i in repeated]
     if shared:
         raise UserError(
             f"training and test data share {len(shared)} prompts, such as {shared[0]!r}; "

@@ -11,6 +11,7 @@ F tapped features (number of tapped layers x D).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3RotaryEmbedding,
     apply_rotary_pos_emb,
 )
+
+from blockpilot.errors import UserError
 
 
 @dataclass
@@ -66,6 +69,7 @@ class DFlashAttention(nn.Module):
     def forward(
         self, states_BQD: Tensor, keys_BHTE: Tensor, values_BHTE: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None
     ) -> Tensor:
+        """Attention of block states over context keys and values and the block's own, ``[B, Q, D]``."""
         queries = self.q_norm(self._heads(self.q_proj(states_BQD))).transpose(1, 2)
         queries, _ = apply_rotary_pos_emb(queries, queries, cos, sin)
         block_keys, block_values = self.project_kv(states_BQD, cos, sin)
@@ -92,6 +96,7 @@ class DFlashLayer(nn.Module):
     def forward(
         self, states: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None
     ) -> Tensor:
+        """Block states ``[B, Q, D]`` through attention and MLP."""
         states = states + self.self_attn(self.input_layernorm(states), keys, values, cos, sin, mask)
         return states + self.mlp(self.post_attention_layernorm(states))
 
@@ -103,13 +108,13 @@ class DFlashDrafter(PreTrainedModel):
     ``block_size``, ``num_target_layers`` and ``dflash_config`` with ``mask_token_id`` and ``target_layer_ids``.
 
     Raises:
-        ValueError: a DFlash key is missing from ``config``, or it asks for what this class does not do
+        UserError: a DFlash key is missing from ``config``, or it asks for what this class does not do
             (sliding-window layers, causal blocks).
     """
 
     config_class = Qwen3Config
     base_model_prefix = "drafter"
-    _no_split_modules = ["DFlashLayer"]
+    _no_split_modules: ClassVar[list[str]] = ["DFlashLayer"]
     _supports_sdpa = True
 
     def __init__(self, config: Qwen3Config):
@@ -177,7 +182,7 @@ def _dflash_value(config: Qwen3Config, key: str) -> object:
 def _required(config: Qwen3Config, key: str) -> object:
     value = _dflash_value(config, key)
     if value is None:
-        raise ValueError(
+        raise UserError(
             f"drafter config has no '{key}' (looked at the top level and in dflash_config); "
             "a DFlash checkpoint's config.json must name it"
         )
@@ -199,9 +204,15 @@ def _target_layer_ids(config: Qwen3Config) -> list[int]:
 def _refuse_unsupported(config: Qwen3Config) -> None:
     kinds = sorted(set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"})
     if kinds:
-        raise ValueError(f"drafter config has layer_types {kinds}; supported: full_attention")
+        raise UserError(f"drafter config has layer_types {kinds}; supported: full_attention")
     if getattr(config, "is_causal", None):
-        raise ValueError("drafter config has is_causal=true; a DFlash block attends in both directions")
-    for key in ("selector_rank", "conv_kernel_size"):
+        raise UserError("drafter config has is_causal=true; a DFlash block attends in both directions")
+    for key in ("selector_rank", "conv_kernel_size", "final_logit_softcapping"):
         if _dflash_value(config, key) is not None:
-            raise ValueError(f"drafter config has '{key}', a DFlash 2 part; supported: DFlash (version 1) drafters")
+            raise UserError(
+                f"drafter config has '{key}', which is not supported; expected a DFlash (version 1) drafter"
+            )
+    for key in ("input_embedding_scale", "output_multiplier"):
+        value = _dflash_value(config, key)
+        if value not in (None, 1, 1.0):
+            raise UserError(f"drafter config has {key}={value}, which is not supported; expected 1")

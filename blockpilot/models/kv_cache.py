@@ -96,6 +96,7 @@ class RaggedKVCache(KVCache):
         self.positions: Tensor | None = None
 
     def write(self, buffer: Tensor, new_BHQE: Tensor) -> Tensor:
+        """Stores Q new positions of the rows in work and returns what they may look at, ``[R, H, length, E]``."""
         assert self.rows is not None and self.positions is not None
         buffer[self.rows[:, None], :, self.positions] = new_BHQE.transpose(1, 2)
         seen = buffer[:, :, : self.length]

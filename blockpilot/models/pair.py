@@ -226,7 +226,7 @@ def load_drafter(folder: Path, dtype: torch.dtype) -> DFlashDrafter:
     """A drafter from a folder with ``config.json`` and safetensors, under the keys of z-lab checkpoints.
 
     Raises:
-        ValueError: the configuration misses a DFlash key, or the weights miss or add one.
+        UserError: the configuration misses a DFlash key, or the weights miss or add one.
     """
     config = Qwen3Config.from_pretrained(folder)
     loaded = DFlashDrafter.from_pretrained(folder, config=config, dtype=dtype, output_loading_info=True)
@@ -263,7 +263,7 @@ def check_fit(target: PreTrainedModel, drafter: DFlashDrafter) -> None:
     for what, expected, got in pairs:
         if expected != got:
             raise UserError(
-                f"drafter and target do not belong together: the drafter expects {what} {expected}, the target has {got}"
+                f"drafter and target do not belong together: the drafter has {what} {expected}, the target {got}"
             )
     rows = target.get_input_embeddings().weight.shape[0]
     if not 0 <= drafter.mask_token_id < rows:

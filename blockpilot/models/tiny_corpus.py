@@ -179,7 +179,7 @@ def table(rng: random.Random) -> tuple[str, str]:
 def recipe(rng: random.Random) -> tuple[str, str]:
     """Numbered cooking steps: fixed frames around ingredients from the prompt."""
     dish = rng.choice(["soup", "salad", "pie", "stew", "cake", "jam", "curry", "bread"])
-    main, second = rng.sample(FRUITS + ["carrots", "onions", "beans", "nuts", "herbs", "mushrooms", "potatoes"], 2)
+    main, second = rng.sample([*FRUITS, "carrots", "onions", "beans", "nuts", "herbs", "mushrooms", "potatoes"], 2)
     people, minutes = rng.randint(2, 9), rng.randint(2, 12) * 5
     prompt = f"How do I make {dish} with {main} and {second} for {people} people? I have {minutes} minutes."
     prepare = rng.choice(["Wash and chop", "Peel and slice", "Rinse and dice"])
@@ -216,7 +216,8 @@ def story(rng: random.Random) -> tuple[str, str]:
     times = ["One morning", "That night", "Later that day", "In the spring", "After the rain", "Before dawn"]
     acts = [
         f"found a {rng.choice(COLORS)} {thing} under a {rng.choice(['tree', 'bench', 'wall', 'cart'])}",
-        f"heard {rng.choice(NAMES)} {rng.choice(['singing', 'calling', 'laughing', 'crying'])} by the {rng.choice(PLACES)}",
+        f"heard {rng.choice(NAMES)} {rng.choice(['singing', 'calling', 'laughing', 'crying'])} "
+        f"by the {rng.choice(PLACES)}",
         f"met a {rng.choice(ANIMALS)} who wanted the {thing}",
         f"carried the {thing} to the {rng.choice(PLACES)}",
         f"dreamed of the {rng.choice(COLORS)} {rng.choice(THINGS)}",

@@ -87,8 +87,8 @@ class PredictorPolicy:
         shared = int(torch.isin(prompt_keys, self.training_prompt_keys).sum())
         if shared:
             raise UserError(
-                f"{shared} of {len(prompt_keys)} test prompts are among the {len(self.training_prompt_keys)} the policy "
-                "was trained on; test it on other prompts"
+                f"{shared} of {len(prompt_keys)} test prompts are among the {len(self.training_prompt_keys)} "
+                "the policy was trained on; test it on other prompts"
             )
 
     def save(self, folder: str | Path) -> None:

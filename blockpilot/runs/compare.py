@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-import torch
-
 from blockpilot.config import EvaluationConfig, GenerationConfig
 from blockpilot.decoding import BlockSizePolicy, Generation, generate
 from blockpilot.metrics import DecodedPrompt, PolicySummary, best_choice, summarize

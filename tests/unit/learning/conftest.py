@@ -32,7 +32,7 @@ def _make_table(num_prompts: int = 400, seed: int = 0, prefix: str = "p", tail_m
     return LabelTable(
         prompt_ids=tuple(f"{prefix}{i}" for i in range(num_prompts)),
         datasets=("synthetic",) * num_prompts,
-        prompt_keys=everyone,
+        prompt_keys=everyone + int.from_bytes(prefix.encode(), "big") * 100_000,
         prompts=TokenLists.of([[i, i + 1] for i in range(num_prompts)]),
         block_sizes=BLOCK_SIZES,
         committed_tokens=600 - 48 * distance,

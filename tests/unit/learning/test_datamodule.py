@@ -16,6 +16,8 @@ TableMaker = Callable[..., LabelTable]
 
 
 def _datamodule(train: LabelTable, test: LabelTable | None = None, **kwargs: object) -> LabelDataModule:
+    if test is None:
+        test, train = split_table(train, (0.2,), 0)
     arguments = {"block_sizes": train.block_sizes, "extractor": FeatureExtractor(), **kwargs}
     return LabelDataModule(collect=lambda: None, load=lambda: (train, test), **arguments)  # type: ignore[arg-type]
 
@@ -27,13 +29,19 @@ def test_a_known_hash() -> None:
 
 def test_splits_are_disjoint_complete_and_about_the_asked_size(make_table: TableMaker) -> None:
     table = make_table(3000)
-    data = _datamodule(table, test_share=0.3, validation_share=0.1)
-    data.setup()
-    parts = [set(part.prompt_ids) for part in (data.train_table, data.validation_table, data.test_table)]
+    parts = [set(part.prompt_ids) for part in split_table(table, (0.3, 0.35), 0)]
     assert set.union(*parts) == set(table.prompt_ids) and sum(map(len, parts)) == 3000
     # four standard deviations of a binomial
-    assert len(parts[2]) == pytest.approx(900, abs=100)
-    assert len(parts[1]) == pytest.approx(210, abs=57)
+    assert len(parts[0]) == pytest.approx(900, abs=100)
+    assert len(parts[1]) == pytest.approx(1050, abs=105)
+
+
+def test_turns_of_one_conversation_stay_together(make_table: TableMaker) -> None:
+    table = make_table(400)
+    table = dataclasses.replace(table, prompt_ids=tuple(f"c{i // 2}#{i % 2}" for i in range(400)))
+    first, second = split_table(table, (0.5,), 0)
+    conversations = [{i.split("#")[0] for i in part.prompt_ids} for part in (first, second)]
+    assert all(conversations) and not conversations[0] & conversations[1]
 
 
 def test_membership_depends_on_neither_order_nor_other_prompts(make_table: TableMaker) -> None:
@@ -60,11 +68,14 @@ def test_overlap_of_train_and_test_is_refused(make_table: TableMaker) -> None:
     test = concatenate([make_table(5, prefix="t"), make_table(200).select([7])])
     with pytest.raises(UserError, match=r"share 1 prompts, such as 'p7'"):
         _datamodule(make_table(200), test).setup()
+    renamed = dataclasses.replace(make_table(200).select([7]), prompt_ids=("other",))
+    with pytest.raises(UserError, match=r"share 1 prompts, such as 'other'"):
+        _datamodule(make_table(200), renamed).setup()
 
 
 def test_empty_splits_are_refused_with_counts(make_table: TableMaker) -> None:
     with pytest.raises(UserError, match=r"train \d of \d, validation \d of \d, test \d of \d"):
-        _datamodule(make_table(2)).setup()
+        _datamodule(make_table(1), make_table(2, prefix="t")).setup()
     silent = dataclasses.replace(make_table(9, prefix="t"), rounds=torch.zeros(9, 5, dtype=torch.int64))
     with pytest.raises(UserError, match="test 0 of 9"):
         _datamodule(make_table(200), silent).setup()
@@ -79,9 +90,9 @@ def test_collect_runs_in_prepare_data_and_load_once(make_table: TableMaker) -> N
     calls: list[str] = []
     table = make_table(100)
 
-    def load() -> tuple[LabelTable, None]:
+    def load() -> tuple[LabelTable, LabelTable]:
         calls.append("load")
-        return table, None
+        return table, make_table(10, prefix="t")
 
     data = LabelDataModule(lambda: calls.append("collect"), load, FeatureExtractor(), table.block_sizes)
     data.prepare_data()

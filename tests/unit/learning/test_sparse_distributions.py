@@ -42,6 +42,11 @@ def test_equals_the_definition_with_many_ties(weights: list[list[int]], tail_mas
         assert (rows.token_ids[part].tolist(), rows.probs[part].tolist()) == _by_hand(row, tail_mass)
 
 
+def test_exactly_the_mass_is_enough() -> None:
+    rows = sparsify(torch.tensor([[0.25, 0.5, 0.25]]), tail_mass=0.5)
+    assert rows.token_ids.tolist() == [1]
+
+
 def test_tail_mass_zero_keeps_every_nonzero_entry() -> None:
     logits = torch.randn(3, 50)
     logits[:, 7] = -torch.inf
