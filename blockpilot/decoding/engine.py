@@ -66,7 +66,7 @@ class Generation:
     first_block_size: int
     """The policy's choice after prefill (there even when no round followed)."""
     last_round_uncut: int
-    """The last round before stop token and budget cut it: what ``tau_convention: reference`` counts; 0 without rounds."""
+    """The last round before stop token and budget cut it (``tau_convention: reference``); 0 without rounds."""
     prefill_seconds: float
     """Prompt to first token."""
     decode_seconds: float

@@ -17,8 +17,10 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -26,8 +28,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from blockpilot.metrics import best_choice
 from blockpilot.models.drafter import DFlashDrafter, DrafterContext
+from blockpilot.models.pair import load_pair
 from blockpilot.models.tiny_corpus import Conversation, conversations
+from blockpilot.oracle import OracleRecord, candidate_block_sizes, replay
 
 log = logging.getLogger("build_tiny")
 
@@ -40,6 +45,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+Batch = TypeVar("Batch")
 START, END, PAD, MASK = "<|im_start|>", "<|im_end|>", "<|pad|>", "<|mask|>"
 
 
@@ -96,6 +102,10 @@ def build_tokenizer(work: Path, recipe: Recipe) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
+def _id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
+    return cast(int, tokenizer.convert_tokens_to_ids(token))
+
+
 def write_prompts(folder: Path, recipe: Recipe) -> None:
     """``tiny_train.jsonl`` and ``tiny_test.jsonl``; their prompts are in no other split."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -129,8 +139,8 @@ def _train(
     parameters: Sequence[torch.nn.Parameter],
     state: Callable[[], dict[str, Tensor]],
     load: Callable[[dict[str, Tensor]], object],
-    batches: Callable[[int], Iterator[object]],
-    loss_of: Callable[[object], Tensor],
+    batches: Callable[[int], Iterator[Batch]],
+    loss_of: Callable[[Batch], Tensor],
     steps: int,
     learning_rate: float,
     checkpoint: Path,
@@ -200,8 +210,8 @@ def build_target(work: Path, recipe: Recipe, tokenizer: PreTrainedTokenizerFast)
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=_id(tokenizer, END),
+        pad_token_id=_id(tokenizer, PAD),
     )
     model = Qwen3ForCausalLM(config)
     model.train()
@@ -216,7 +226,7 @@ def build_target(work: Path, recipe: Recipe, tokenizer: PreTrainedTokenizerFast)
             ):
                 done += 1
                 if done > first:
-                    yield _padded([pool[i] for i in indices], tokenizer.pad_token_id)
+                    yield _padded([pool[i] for i in indices], _id(tokenizer, PAD))
 
     def loss_of(batch: tuple[Tensor, Tensor]) -> Tensor:
         ids, labels = batch
@@ -278,7 +288,7 @@ def _generate(
     do_sample: bool,
 ) -> list[tuple[list[int], int]]:
     batch = tokenizer.pad({"input_ids": list(prompts)}, padding_side="left", return_tensors="pt")
-    out = target.generate(**batch, max_new_tokens=max_new_tokens, do_sample=do_sample, top_k=0, top_p=1.0)
+    out = cast(Any, target).generate(**batch, max_new_tokens=max_new_tokens, do_sample=do_sample, top_k=0, top_p=1.0)
     rows = []
     for prompt, tokens in zip(prompts, out[:, batch["input_ids"].shape[1] :].tolist(), strict=True):
         if tokenizer.eos_token_id in tokens:
@@ -291,14 +301,22 @@ def _generate(
 
 
 def build_drafter(
-    work: Path, recipe: Recipe, tokenizer: PreTrainedTokenizerFast, target: Qwen3ForCausalLM
+    work: Path,
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerFast,
+    target: Qwen3ForCausalLM,
+    answers: Sequence[tuple[list[int], int]],
 ) -> DFlashDrafter:
     """Trains the drafter with the DFlash objective on the target's answers."""
     folder = work / "drafter"
     if (folder / "model.safetensors").exists():
         return DFlashDrafter.from_pretrained(folder, dtype=torch.float32).eval()
-    answers = write_answers(work, recipe, tokenizer, target)
     torch.manual_seed(recipe.seed)
+    dflash: dict[str, Any] = {
+        "block_size": 16,
+        "num_target_layers": target.config.num_hidden_layers,
+        "dflash_config": {"mask_token_id": _id(tokenizer, MASK), "target_layer_ids": [1, 3, 4]},
+    }
     config = Qwen3Config(
         architectures=["DFlashDraftModel"],
         vocab_size=target.config.vocab_size,
@@ -310,9 +328,7 @@ def build_drafter(
         head_dim=32,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
-        block_size=16,
-        num_target_layers=target.config.num_hidden_layers,
-        dflash_config={"mask_token_id": tokenizer.mask_token_id, "target_layer_ids": [1, 3, 4]},
+        **dflash,
     )
     drafter = DFlashDrafter(config)
     drafter.train()
@@ -391,6 +407,119 @@ def dflash_loss(
     return (losses * weights).sum() / weights.sum()
 
 
+# ---------------------------------------------------------------- card
+
+
+def write_card(folder: Path, prompts: Path, recipe: Recipe, seconds: dict[str, float]) -> None:
+    """``README.md`` beside the weights: how the pair was made, and what it measures on the test prompts.
+
+    Args:
+        folder: the finished pair.
+        prompts: folder of the prompt files.
+        recipe: what was built.
+        seconds: wall-clock time of each stage.
+    """
+    pair = load_pair(
+        target=folder / "target", drafter=folder / "drafter", tokenizer=folder / "tokenizer", dtype="float32"
+    )
+    lines = (prompts / "tiny_test.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if len(row["turns"]) == 1]
+    block_sizes = candidate_block_sizes(pair.block_size, 2)
+    records = replay(
+        pair, [pair.encode(row["turns"]) for row in rows], block_sizes, max_new_tokens=recipe.answer_tokens
+    )
+    tau_NK = torch.tensor([[record.tau[b] for b in block_sizes] for record in records], dtype=torch.float64)
+    parameters = {name: sum(p.numel() for p in getattr(pair, name).parameters()) for name in ("target", "drafter")}
+    text = _CARD.format(
+        target_parameters=parameters["target"],
+        drafter_parameters=parameters["drafter"],
+        layers=pair.drafter.config.num_hidden_layers,
+        taps=", ".join(map(str, pair.drafter.target_layer_ids)),
+        trained=pair.block_size,
+        vocabulary=pair.vocab_size,
+        recipe="\n".join(f"| {name} | {value} |" for name, value in asdict(recipe).items()),
+        seconds="\n".join(f"| {name} | {value / 60:.1f} |" for name, value in seconds.items()),
+        total=sum(seconds.values()) / 60,
+        prompts=len(rows),
+        tokens=recipe.answer_tokens,
+        figures=_card_figures(tau_NK, block_sizes, pair.block_size),
+        families=_card_families(tau_NK, block_sizes, pair.block_size, rows, records),
+    )
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def _card_figures(tau_NK: Tensor, block_sizes: Sequence[int], trained: int) -> str:
+    best = best_choice(tau_NK)
+    always, oracle = tau_NK[:, block_sizes.index(trained)].mean(), tau_NK.amax(dim=1).mean()
+    lines = [
+        f"| always-{trained} tau | {always:.3f} |",
+        f"| oracle tau over {{{block_sizes[0]}..{block_sizes[-1]}}} | {oracle:.3f} (+{oracle / always - 1:.1%}) |",
+    ]
+    for column, b in enumerate(block_sizes):
+        lines.append(f"| tau of always-{b} | {tau_NK[:, column].mean():.3f} |")
+        lines.append(f"| share of prompts with best size {b} | {(best == column).double().mean():.1%} |")
+    return "\n".join(lines)
+
+
+def _card_families(
+    tau_NK: Tensor, block_sizes: Sequence[int], trained: int, rows: Sequence[dict], records: Sequence[OracleRecord]
+) -> str:
+    lines = []
+    for family in sorted({row["category"] for row in rows}):
+        members = torch.tensor([row["category"] == family for row in rows])
+        means = tau_NK[members].mean(dim=0)
+        tokens = [len(r.output_ids) for r, inside in zip(records, members.tolist(), strict=True) if inside]
+        favourite = block_sizes[int(means.argmax())]
+        lines.append(
+            f"| {family} | {len(tokens)} | {sum(tokens) / len(tokens):.0f} "
+            f"| {means[block_sizes.index(trained)]:.2f} | {favourite} ({means.max():.2f}) |"
+        )
+    return "\n".join(lines)
+
+
+_CARD = """# The embedded pair `tiny`
+
+A small target and its DFlash drafter, made to exercise this framework on a CPU in minutes. It is not useful for
+anything else: the target is far too small to compute or copy reliably.
+
+- **tokenizer**: byte-level BPE, {vocabulary} entries, single digits, a chat template.
+- **target**: `Qwen3ForCausalLM`, {target_parameters:,} parameters, fp32, trained on generated conversations
+  (`blockpilot/models/tiny_corpus.py`), loss on the answers only.
+- **drafter**: DFlash, {layers} layers, {drafter_parameters:,} parameters, B = {trained}, taps target layers {taps}.
+  Trained on the target's own answers to other prompts than those that ship: random anchors, masked blocks, attention in
+  both directions within a block, context strictly before the anchor, cross-entropy weighted by exp(-(k - 1) / decay).
+
+`python -m blockpilot.models.build_tiny` rebuilds all of it from nothing and writes this page.
+
+## Recipe
+
+| setting | value |
+| --- | --- |
+{recipe}
+
+## Build time
+
+| stage | minutes |
+| --- | --- |
+{seconds}
+
+{total:.0f} minutes in all, on two cores.
+
+## Measured
+
+On the {prompts} single-turn test prompts at T = 0, {tokens} new tokens, labels by replay. Of several best sizes the
+smallest counts.
+
+| figure | value |
+| --- | --- |
+{figures}
+
+| family | prompts | mean output tokens | always-{trained} tau | best fixed size (its tau) |
+| --- | --- | --- | --- | --- |
+{families}
+"""
+
+
 # ---------------------------------------------------------------- entry
 
 
@@ -404,12 +533,31 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     recipe = Recipe()
     args.work.mkdir(parents=True, exist_ok=True)
-    tokenizer = build_tokenizer(args.work, recipe)
-    write_prompts(args.prompts, recipe)
-    target = build_target(args.work, recipe, tokenizer)
-    build_drafter(args.work, recipe, tokenizer, target)
+    with _timed(args.work, "tokenizer and prompts"):
+        tokenizer = build_tokenizer(args.work, recipe)
+        write_prompts(args.prompts, recipe)
+    with _timed(args.work, "target"):
+        target = build_target(args.work, recipe, tokenizer)
+    with _timed(args.work, "answers"):
+        answers = write_answers(args.work, recipe, tokenizer, target)
+    with _timed(args.work, "drafter"):
+        build_drafter(args.work, recipe, tokenizer, target, answers)
     for part in ("tokenizer", "target", "drafter"):
         shutil.copytree(args.work / part, args.out / part, dirs_exist_ok=True)
+    write_card(args.out, args.prompts, recipe, json.loads((args.work / "seconds.json").read_text()))
+
+
+@contextmanager
+def _timed(work: Path, stage: str) -> Iterator[None]:
+    """Adds the stage's wall-clock time to ``seconds.json``, over interruptions too."""
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        path = work / "seconds.json"
+        seconds = json.loads(path.read_text()) if path.exists() else {}
+        seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - began
+        path.write_text(json.dumps(seconds, indent=2))
 
 
 if __name__ == "__main__":

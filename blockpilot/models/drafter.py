@@ -11,7 +11,7 @@ F tapped features (number of tapped layers x D).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ class DFlashAttention(nn.Module):
     def __init__(self, config: Qwen3Config):
         super().__init__()
         self.head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        heads, kv_heads = config.num_attention_heads, cast(int, config.num_key_value_heads)
         bias = config.attention_bias
         self.grouped = heads != kv_heads
         self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=bias)
@@ -130,11 +130,14 @@ class DFlashDrafter(PreTrainedModel):
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.post_init()
 
+    def _layers(self) -> list[DFlashLayer]:
+        return cast(list[DFlashLayer], self.layers)
+
     def allocate(self, batch: int, capacity: int) -> DrafterContext:
         """An empty context for ``batch`` prompts of at most ``capacity`` positions, on this model's device."""
         config, weight = self.config, self.fc.weight
-        head_dim = self.layers[0].self_attn.head_dim
-        shape = (batch, config.num_key_value_heads, capacity, head_dim)
+        head_dim = self._layers()[0].self_attn.head_dim
+        shape = (batch, cast(int, config.num_key_value_heads), capacity, head_dim)
         keys = [weight.new_zeros(shape) for _ in self.layers]
         return DrafterContext(keys, [torch.zeros_like(k) for k in keys])
 
@@ -142,7 +145,7 @@ class DFlashDrafter(PreTrainedModel):
         """Tapped target features ``[B, T, F]`` at ``positions`` to keys and values ``[B, H, T, E]`` per layer."""
         context_BTD = self.hidden_norm(self.fc(features_BTF.to(self.fc.weight.dtype)))
         cos, sin = self.rotary_emb(context_BTD, positions_BT)
-        return [layer.self_attn.project_kv(context_BTD, cos, sin) for layer in self.layers]
+        return [layer.self_attn.project_kv(context_BTD, cos, sin) for layer in self._layers()]
 
     def extend(self, context: DrafterContext, features_BTF: Tensor) -> None:
         """Append features of the next T positions to ``context``, in place."""
@@ -168,18 +171,18 @@ class DFlashDrafter(PreTrainedModel):
         """
         cos, sin = self.rotary_emb(embeddings_BQD, positions_BQ)
         states = embeddings_BQD
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self._layers()):
             keys = context.keys[index][:, :, : context.length]
             values = context.values[index][:, :, : context.length]
             states = layer(states, keys, values, cos, sin, mask)
         return self.norm(states)
 
 
-def _dflash_value(config: Qwen3Config, key: str) -> object:
+def _dflash_value(config: Qwen3Config, key: str) -> Any:
     return (getattr(config, "dflash_config", None) or {}).get(key, getattr(config, key, None))
 
 
-def _required(config: Qwen3Config, key: str) -> object:
+def _required(config: Qwen3Config, key: str) -> Any:
     value = _dflash_value(config, key)
     if value is None:
         raise UserError(
@@ -193,7 +196,7 @@ def _target_layer_ids(config: Qwen3Config) -> list[int]:
     """``dflash_config.target_layer_ids``; where absent, DFlash's own even spread over the target's layers."""
     ids = _dflash_value(config, "target_layer_ids")
     if ids is not None:
-        return [int(i) for i in ids]  # type: ignore[union-attr]
+        return [int(i) for i in ids]
     depth, count = int(_required(config, "num_target_layers")), config.num_hidden_layers
     if count == 1:
         return [depth // 2]

@@ -49,10 +49,9 @@ class Pair:
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Union of the tokenizer's and the generation config's end tokens, rising."""
-        found = {self.tokenizer.eos_token_id}
         configured = getattr(self.target.generation_config, "eos_token_id", None)
-        found |= set(configured) if isinstance(configured, (list, tuple)) else {configured}
-        return tuple(sorted(cast(set[int], found - {None})))
+        listed = list(configured) if isinstance(configured, (list, tuple)) else [configured]
+        return tuple(sorted({int(i) for i in (self.tokenizer.eos_token_id, *listed) if i is not None}))  # type: ignore[arg-type]
 
     @property
     def vocab_size(self) -> int:
@@ -211,15 +210,12 @@ def assemble_pair(
         drafter = _guard("drafter.path", drafter_folder, lambda: load_drafter(drafter_folder, target.dtype))
     assert isinstance(drafter, DFlashDrafter)
     check_fit(target, drafter)
-    commits = tuple(None if f is None else hub_commit(f) for f in (target_folder, drafter_folder))
-    return Pair(
-        cast(PreTrainedModel, target.to(place).eval()),
-        cast(DFlashDrafter, drafter.to(place).eval()),
-        tokenizer,
-        model.name,
-        model.thinking,
-        cast(tuple[str | None, str | None], commits),
-    )
+    nn.Module.to(target, place)
+    nn.Module.to(drafter, place)
+    target_commit, drafter_commit = (None if f is None else hub_commit(f) for f in (target_folder, drafter_folder))
+    commits = (target_commit, drafter_commit)
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return Pair(target.eval(), drafter.eval(), tokenizer, model.name, model.thinking, commits)
 
 
 def load_drafter(folder: Path, dtype: torch.dtype) -> DFlashDrafter:
@@ -265,7 +261,7 @@ def check_fit(target: PreTrainedModel, drafter: DFlashDrafter) -> None:
             raise UserError(
                 f"drafter and target do not belong together: the drafter has {what} {expected}, the target {got}"
             )
-    rows = target.get_input_embeddings().weight.shape[0]
+    rows = cast(nn.Embedding, target.get_input_embeddings()).weight.shape[0]
     if not 0 <= drafter.mask_token_id < rows:
         raise UserError(
             f"the drafter's mask_token_id is {drafter.mask_token_id}, the target's embedding has {rows} rows"

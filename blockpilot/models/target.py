@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -50,8 +51,8 @@ class TargetRunner:
         self.model = model
         self.layer_ids = tuple(layer_ids)
         self.layers = decoder_layers(model)
-        self.head = model.get_output_embeddings()
-        self.embedding = model.get_input_embeddings()
+        self.head = cast(nn.Linear, model.get_output_embeddings())
+        self.embedding = cast(nn.Embedding, model.get_input_embeddings())
         refuse_without_rollback(model)
         beyond = [i for i in self.layer_ids if not 0 <= i < len(self.layers)]
         if beyond:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 NAMES = (
@@ -32,7 +32,7 @@ PLACES = "forest harbor village valley market tower meadow island castle station
 COLORS = "red blue green black white silver golden purple brown orange".split()
 
 
-def _sample(rng: random.Random, words: list[str], low: int, high: int) -> list[str]:
+def _sample(rng: random.Random, words: Sequence[str], low: int, high: int) -> list[str]:
     return rng.sample(words, rng.randint(low, high))
 
 

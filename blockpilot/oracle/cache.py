@@ -253,9 +253,10 @@ def _compare(manifest: Path, there: Mapping[str, Any], wanted: Mapping[str, Any]
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        content["key"], content["num_rows"], content["shard_size"]
+        if not {"key", "num_rows", "shard_size"} <= content.keys():
+            raise ValueError("a field is missing")
         return content
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"cache manifest {path} cannot be read ({error}); remove its folder to collect again") from None
 
 

@@ -6,14 +6,13 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import lightning
-
 from blockpilot.config import EvaluateConfig, project_path, to_plain
 from blockpilot.errors import UserError
 from blockpilot.models import assemble_pair, locate_pair
 from blockpilot.oracle import LabelTable, concatenate
 from blockpilot.policies import FixedPolicy, PredictorPolicy, load_policy
 from blockpilot.runs import compare
+from blockpilot.runs.job import start_job
 from blockpilot.runs.labels import Labels, read_sources, unseen
 from blockpilot.runs.loggers import job_logger
 from blockpilot.runs.results import write_results
@@ -36,7 +35,7 @@ def evaluate(config: EvaluateConfig, folder: Path, group: str | None = None) -> 
     Raises:
         UserError: something in the configuration, the policy or the data cannot be used.
     """
-    lightning.seed_everything(config.seed, workers=True, verbose=False)
+    start_job(config.seed)
     locate_pair(config.model, config.drafter)
     sources = read_sources(config, splits=("test",))
     policy = _policy(config)

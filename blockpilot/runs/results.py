@@ -27,6 +27,8 @@ from blockpilot.report import (
     write_report,
 )
 
+TABLE_WIDTH = 112
+
 
 def write_results(
     folder: Path,
@@ -77,7 +79,9 @@ def write_results(
             "seed": str(config.seed),
         },
     )
-    Console().print(summary_table(summaries))
+    console = Console()
+    # a narrow terminal may wrap the table, but nothing in it is cut
+    Console(width=max(console.width, TABLE_WIDTH)).print(summary_table(summaries))
 
 
 def _device(device: torch.device) -> str:

@@ -27,6 +27,7 @@ from blockpilot.models import Pair, assemble_pair, locate_pair
 from blockpilot.oracle import candidate_block_sizes
 from blockpilot.policies import FixedPolicy, PredictorPolicy
 from blockpilot.runs import compare
+from blockpilot.runs.job import start_job
 from blockpilot.runs.labels import Labels, read_sources
 from blockpilot.runs.loggers import job_logger
 from blockpilot.runs.results import write_results
@@ -45,7 +46,7 @@ def train(config: TrainConfig, folder: Path, group: str | None = None) -> dict[s
     Raises:
         UserError: something in the configuration or the data cannot be used.
     """
-    lightning.seed_everything(config.seed, workers=True, verbose=False)
+    start_job(config.seed)
     locate_pair(config.model, config.drafter)
     sources = read_sources(config)
     pair = assemble_pair(config.model, config.drafter, device=config.device)
