@@ -359,6 +359,10 @@ class EvaluateConfig(CollectRunConfig):
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_committed(self.oracle)
+
 
 @dataclass
 class TrainConfig(CollectRunConfig):
@@ -379,9 +383,19 @@ class TrainConfig(CollectRunConfig):
             self.predictor.k,
             f"at most oracle.radius={self.oracle.radius}; raise oracle.radius to collect labels for more block sizes",
         )
+        _require_committed(self.oracle)
         needs = {"logits": "oracle.store_logits", "hidden": "oracle.store_hidden"}.get(self.preprocess.kind)
         if needs is not None and not getattr(self.oracle, needs.removeprefix("oracle.")):
             raise UserError(f"preprocess={self.preprocess.kind} needs {needs}=true, got false")
+
+
+def _require_committed(oracle: OracleConfig) -> None:
+    require(
+        oracle.tau_convention == "committed",
+        "oracle.tau_convention",
+        oracle.tau_convention,
+        "committed; reference is for python -m blockpilot.collect, to compare labels with published figures",
+    )
 
 
 def to_dataclass(config: DictConfig, schema: type[T]) -> T:

@@ -140,6 +140,7 @@ class LabelCache:
         _compare(manifest, self.manifest["key"], key.fields())
         self.shard_size: int = self.manifest["shard_size"]
         self.num_shards = -(-num_rows // self.shard_size)
+        self._verified: set[int] = set()
 
     def rows_of(self, shard: int) -> range:
         """Indices of the prompt rows of a shard."""
@@ -155,13 +156,14 @@ class LabelCache:
 
     def _readable(self, shard: int) -> bool:
         path = self.path(shard)
-        if not path.exists():
-            return False
+        if shard in self._verified or not path.exists():
+            return shard in self._verified
         try:
             pq.read_table(path, page_checksum_verification=True)
         except (pa.ArrowException, OSError) as error:
             log.warning("shard %s is damaged (%s) and will be rebuilt", path.name, str(error).splitlines()[0])
             return False
+        self._verified.add(shard)
         return True
 
     def write(self, shard: int, rows: Sequence[CacheRow], *, skipped: int, seconds: float, device: str) -> None:
@@ -178,13 +180,15 @@ class LabelCache:
         _sync_folder(self.folder)
 
     def finish(self) -> None:
-        """Adds the total of all shards to the manifest, once every shard is there."""
+        """Once every shard is there: adds their totals to the manifest, removes what killed writers left."""
         infos = [self._info(shard) for shard in range(self.num_shards)]
         self.manifest["provenance"]["seconds"] = round(sum(info["seconds"] for info in infos), 3)
         self.manifest["skipped_too_long"] = self.skipped()
         partial = self.folder / f".manifest.{os.getpid()}"
         partial.write_text(json.dumps(self.manifest, indent=2), encoding="utf-8")
         os.replace(partial, self.folder / "manifest.json")
+        for leftover in self.folder.glob(".shard-*"):
+            leftover.unlink(missing_ok=True)
 
     def _info(self, shard: int) -> dict[str, Any]:
         return json.loads(pq.read_schema(self.path(shard)).metadata[_INFO])

@@ -87,9 +87,7 @@ def fill(
         on_rows: told the number of prompt rows after each shard.
     """
     skipped = 0
-    for shard in cache.missing():
-        if shard % collect.num_shards != collect.shard_index:
-            continue
+    for shard in shards_to_fill(cache, collect):
         began = time.perf_counter()
         members = [rows[i] for i in cache.rows_of(shard)]
         stored, too_long = label_rows(pair, members, generation, oracle, collect.batch_size)
@@ -104,6 +102,11 @@ def fill(
         )
     if all(cache.path(shard).exists() for shard in range(cache.num_shards)):
         cache.finish()
+
+
+def shards_to_fill(cache: LabelCache, collect: CollectConfig) -> list[int]:
+    """Missing shards that are this writer's."""
+    return [shard for shard in cache.missing() if shard % collect.num_shards == collect.shard_index]
 
 
 def label_rows(

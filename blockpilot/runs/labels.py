@@ -13,7 +13,7 @@ from blockpilot.config import CollectRunConfig, project_path
 from blockpilot.errors import UserError
 from blockpilot.learning import split_table
 from blockpilot.models import Pair
-from blockpilot.oracle import LabelCache, LabelTable, concatenate, fill, open_cache
+from blockpilot.oracle import LabelCache, LabelTable, concatenate, fill, open_cache, shards_to_fill
 from blockpilot.prompts import PromptRow, load_prompts
 from blockpilot.report import progress_bar
 
@@ -59,7 +59,7 @@ class Labels:
     def collect(self) -> None:
         """Makes every missing shard that is this writer's; says where the cache is."""
         for source, cache in zip(self.sources, self.caches, strict=True):
-            missing = sum(len(cache.rows_of(shard)) for shard in cache.missing())
+            missing = sum(len(cache.rows_of(shard)) for shard in shards_to_fill(cache, self.config.collect))
             if missing == 0:
                 log.info("labels of %s: %s (complete)", source.name, cache.folder)
                 continue

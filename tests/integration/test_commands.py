@@ -1,0 +1,147 @@
+"""The commands as a user runs them: what they leave behind, and the one line they answer to a mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+import blockpilot as bp
+from blockpilot.report import read_decisions
+
+from .conftest import QUICK_COLLECT, ROOT, Finished
+
+Run = Callable[..., Finished]
+ROWS = ["autoregressive", "always-16", "best-fixed", "random", "predictor", "oracle"]
+
+
+def test_train_then_evaluate(run: Run, tmp_path: Path) -> None:
+    done = run("train.py", "evaluation.every_n_epochs=1")
+    assert done.code == 0, done.output
+    folder = tmp_path / "run"
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert [row["policy"] for row in metrics["policies"]] == ROWS
+    for row in metrics["policies"]:
+        assert row["tau_low"] <= row["tau"] <= row["tau_high"]
+        assert row["speedup"] > 0 and row["tau_pooled"] >= 1
+    assert metrics["eval/label_agreement"] == 1
+    assert {"eval/tau", "eval/tau_pooled", "eval/speedup", "eval/regret", "eval/tau_always", "test/regret"} <= set(
+        metrics
+    )
+    for name in ("report.html", "config.yaml", "train.log", "policy/config.json", "policy/model.safetensors"):
+        assert (folder / name).stat().st_size > 0
+    assert list((folder / "checkpoints").glob("*.ckpt"))
+    assert len(list((folder / "wandb").glob("offline-run-*"))) == 1
+    decisions = read_decisions(folder / "decisions.parquet")
+    assert len(decisions) == 3 * len(ROWS)
+    for row in ROWS:
+        assert row in done.output
+    policy = bp.load_policy(folder / "policy", bp.load_pair("tiny"))
+    assert policy.block_sizes == (14, 15, 16, 17, 18)
+
+    again = run("evaluate.py", f"policy.path={folder / 'policy'}", f"hydra.run.dir={tmp_path / 'again'}",
+                "evaluation.num_prompts=2", "logger=csv")  # fmt: skip
+    assert again.code == 0, again.output
+    assert "complete" in again.output  # the test labels were there already
+    table = json.loads((tmp_path / "again/metrics.json").read_text())["policies"]
+    assert [row["policy"] for row in table] == ROWS
+    assert not (tmp_path / "again/wandb").exists() and list((tmp_path / "again").rglob("metrics.csv"))
+
+    seen = run("evaluate.py", f"policy.path={folder / 'policy'}", "dataset=jsonl",
+               "dataset.jsonl.train.path=data/prompts/tiny_train.jsonl", "dataset.jsonl.train.limit=20",
+               "generation.max_new_tokens=40", f"hydra.run.dir={tmp_path / 'seen'}", quick=False)  # fmt: skip
+    assert seen.code == 2 and "the policy was trained on all" in seen.output
+
+
+def test_a_multirun_is_three_runs_three_wandb_folders_and_one_cache(run: Run, tmp_path: Path) -> None:
+    done = run("train.py", "-m", "predictor.k=1,2,4", f"hydra.sweep.dir={tmp_path / 'sweep'}")
+    # k = 4 is beyond the labels: its job says so, the others are not lost
+    assert done.code == 2
+    assert "predictor.k=4 is not allowed" in done.output and "raise oracle.radius" in done.output
+    assert "Traceback" not in done.output
+    for job, k in (("0", 1), ("1", 2)):
+        config = json.loads((tmp_path / "sweep" / job / "policy/config.json").read_text())
+        assert config["block_sizes"] == list(range(16 - k, 16 + k + 1))
+        assert len(list((tmp_path / "sweep" / job / "wandb").glob("offline-run-*"))) == 1
+    assert not (tmp_path / "sweep/2/wandb").exists()
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train.py", "model=qwen9"], ["qwen9", "qwen3-8b", "tiny"]),
+        (["train.py", "predictor.k=-1"], ["predictor.k=-1", "at least 0"]),
+        (["train.py", "predictor.k=5"], ["predictor.k=5", "oracle.radius=3", "raise oracle.radius"]),
+        (["train.py", "predictor.kk=1"], ["predictor.kk"]),
+        (["train.py", "device=cuda:7"], ["device='cuda:7'"]),
+        (["evaluate.py", "policy=fixed", "policy.block_size=0"], ["policy.block_size=0", "1 or more"]),
+        (["evaluate.py"], ["policy.path"]),
+        (["evaluate.py", "policy.path=nowhere"], ["nowhere", "config.json"]),
+        (["train.py", "dataset=jsonl"], ["dataset.jsonl.train.path"]),
+        (["train.py", "dataset=jsonl", "dataset.jsonl.train.path=no.jsonl"], ["no.jsonl"]),
+        (["train.py", "drafter.path=README.md"], ["drafter.path", "README.md"]),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line(run: Run, arguments: list[str], words: list[str]) -> None:
+    done = run(*arguments, quick=False)
+    assert done.code != 0
+    assert "Traceback" not in done.output, done.output
+    for word in words:
+        assert word in done.output, done.output
+
+
+def test_a_model_that_is_not_here_is_told_in_seconds(run: Run, tmp_path: Path) -> None:
+    offline = [("HF_HOME", str(tmp_path / "hub")), ("HF_ENDPOINT", "http://127.0.0.1:9")]
+    done = run("train.py", "model=qwen3-8b", "predictor.k=3", quick=False, environment=offline)
+    assert done.code == 2 and "Traceback" not in done.output
+    assert "Qwen/Qwen3-8B" in done.output and "model.target=/path/to/folder" in done.output
+    assert done.seconds < 60
+
+
+def test_a_malformed_prompt_file_names_its_line(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"id": "a", "turns": ["one"]}\n{"id": "b", "turns": []}\n')
+    done = run("train.py", "dataset=jsonl", f"dataset.jsonl.train.path={path}", quick=False)
+    assert done.code == 2 and f"{path}, line 2: turns must be a non-empty list" in done.output
+
+
+def test_an_interrupted_collection_goes_on_and_gives_the_same_rows(run: Run, tmp_path: Path) -> None:
+    arguments = ["-m", "blockpilot.collect", "collect.shard_size=4", *QUICK_COLLECT]
+    folders = {name: tmp_path / name for name in ("whole", "broken")}
+
+    def command(name: str) -> list[str]:
+        return [sys.executable, *arguments, f"cache_dir={folders[name]}", f"hydra.run.dir={tmp_path / 'run'}"]
+
+    subprocess.run(command("whole"), cwd=ROOT, check=True, capture_output=True, timeout=280)
+    process = subprocess.Popen(command("broken"), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 200
+    while not list(folders["broken"].rglob("shard-*.parquet")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert len(list(folders["broken"].rglob("shard-*.parquet"))) < 8
+    # two writers share what is left
+    writers = [
+        subprocess.Popen([*command("broken"), "collect.num_shards=2", f"collect.shard_index={i}"], cwd=ROOT,
+                         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for i in range(2)
+    ]  # fmt: skip
+    assert [writer.wait(timeout=280) for writer in writers] == [0, 0]
+    shards = {name: sorted(folder.rglob("shard-*.parquet")) for name, folder in folders.items()}
+    assert len(shards["whole"]) == len(shards["broken"]) == 8
+    for ours, theirs in zip(shards["whole"], shards["broken"], strict=True):
+        assert ours.name == theirs.name
+        assert (
+            pq.read_table(ours)
+            .replace_schema_metadata(None)
+            .equals(pq.read_table(theirs).replace_schema_metadata(None))
+        )

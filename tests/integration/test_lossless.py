@@ -1,0 +1,120 @@
+"""On the embedded pair: the output is the target's own, and replay gives the labels that decoding gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+import blockpilot as bp
+from blockpilot.decoding import Sampling, Trajectory, decode_trajectories, prompt_key
+from blockpilot.oracle.record import OracleRecord
+
+NUM_PROMPTS = 50
+NEW_TOKENS = 160
+NEAR_TIE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def greedy(pair: bp.Pair, prompts: list[list[int]]) -> list[list[int]]:
+    """Outputs of ``transformers`` itself, one prompt at a time."""
+    outputs = []
+    for prompt in prompts[:NUM_PROMPTS]:
+        ids = torch.tensor([prompt])
+        out = pair.target.generate(  # type: ignore[operator]
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False
+        )
+        outputs.append(out[0, len(prompt) :].tolist())
+    return outputs
+
+
+@pytest.mark.parametrize("block_sizes", [range(1, 5), range(5, 10), range(10, 15), range(15, 20)])
+def test_greedy_output_is_that_of_transformers(
+    pair: bp.Pair, prompts: list[list[int]], greedy: list[list[int]], block_sizes: range
+) -> None:
+    for prompt, expected in zip(prompts[:NUM_PROMPTS], greedy, strict=True):
+        for block_size in block_sizes:
+            out = bp.generate(pair, prompt, bp.FixedPolicy(block_size), max_new_tokens=NEW_TOKENS)
+            assert out.output_ids == expected, f"block size {block_size}"
+
+
+def test_sampled_output_depends_on_neither_block_size_nor_policy(pair: bp.Pair, prompts: list[list[int]]) -> None:
+    class Wandering:
+        """Another block size every round."""
+
+        def choose(self, prefill: bp.Prefill) -> int:
+            return 3
+
+        def update(self, round: bp.Round) -> int:
+            return 1 + (round.block_size * 7 + round.acceptance_length) % 19
+
+    settings = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "seed": 3}
+    for prompt in prompts[:6]:
+        (record,) = bp.oracle.replay(pair, [prompt], [15, 16], **settings)
+        oracle = bp.OraclePolicy({prompt_key(prompt): max(record.tau, key=lambda b, tau=record.tau: tau[b])})
+        fixed = [bp.FixedPolicy(b) for b in range(1, 20)]
+        policies = [*fixed, bp.RandomPolicy(range(13, 20)), oracle, Wandering()]
+        outputs = [bp.generate(pair, prompt, policy, **settings) for policy in policies]
+        assert len({tuple(out.output_ids) for out in outputs}) == 1
+        assert len({len(out.acceptance_lengths) for out in outputs}) > 1  # they did decode differently
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_replay_equals_enumeration(pair: bp.Pair, prompts: list[list[int]], temperature: float) -> None:
+    """30 prompts x 7 sizes, round for round; a differing chain must start at a near-tie, and be one of a hundred."""
+    chosen, sizes = prompts[:30], list(range(13, 20))
+    settings = {"max_new_tokens": NEW_TOKENS, "temperature": temperature, "seed": 1}
+    replayed = bp.oracle.replay(pair, chosen, sizes, **settings)
+    enumerated = bp.oracle.enumerate(pair, chosen, sizes, **settings)
+    differing = 0
+    for prompt, ours, theirs in zip(chosen, replayed, enumerated, strict=True):
+        assert ours.output_ids == theirs.output_ids
+        torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-4, rtol=0)
+        for b in sizes:
+            if ours.acceptance_lengths[b] != theirs.acceptance_lengths[b]:
+                differing += 1
+                gap = _gap_at_first_difference(pair, prompt, ours, theirs, b)
+                assert gap < NEAR_TIE, f"block size {b}: the drafter's top two logits are {gap} apart"
+    assert differing <= 0.01 * len(chosen) * len(sizes)
+
+
+def _gap_at_first_difference(
+    pair: bp.Pair, prompt: Sequence[int], ours: OracleRecord, theirs: OracleRecord, block_size: int
+) -> float:
+    """Smallest top-2 gap of the drafter's logits that could have decided the first differing round."""
+    trajectory = _trajectory(pair, prompt, ours.output_ids)
+    mine, other = ours.acceptance_lengths[block_size], theirs.acceptance_lengths[block_size]
+    index = next(i for i, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b)
+    anchor = len(prompt) + sum(mine[:index])
+    context = pair.drafter.allocate(1, anchor)
+    pair.drafter.extend(context, trajectory.features[None, :anchor])
+    first = ours.output_ids[anchor - len(prompt)]
+    block = torch.tensor([[first] + [pair.mask_token_id] * (block_size - 1)])
+    with torch.inference_mode():
+        states = pair.drafter(pair.runner.embedding(block), torch.arange(anchor, anchor + block_size)[None], context)
+        top = pair.runner.head(states[0, 1:]).topk(2).values
+    place = min(mine[index], other[index]) - 1
+    return float(top[place, 0] - top[place, 1])
+
+
+def _trajectory(pair: bp.Pair, prompt: Sequence[int], output_ids: Sequence[int]) -> Trajectory:
+    """Features along an output that is known already."""
+    tokens = torch.tensor([[*prompt, *output_ids]])
+    with torch.inference_mode():
+        out = pair.runner.forward(tokens, pair.runner.new_cache(tokens.shape[1]))
+    assert out.features is not None
+    return Trajectory(list(prompt), list(output_ids), [], out.logits[0, 0], out.hidden[0, 0], out.features[0])
+
+
+def test_a_batch_decodes_what_single_prompts_decode(pair: bp.Pair, prompts: list[list[int]]) -> None:
+    for temperature in (0.0, 1.0):
+        sampling = Sampling(temperature, seed=5)
+        together = decode_trajectories(
+            pair, prompts[:24], sampling, max_new_tokens=NEW_TOKENS, stop_token_ids=pair.stop_token_ids
+        )
+        for prompt, trajectory in zip(prompts[:24], together, strict=True):
+            alone = bp.generate(
+                pair, prompt, bp.FixedPolicy(16), max_new_tokens=NEW_TOKENS, temperature=temperature, seed=5
+            )
+            assert trajectory.output_ids == alone.output_ids
