@@ -11,8 +11,6 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from blockpilot.metrics import best_choice
-
 
 def has_rounds(rounds_NK: Tensor) -> Tensor:
     """Whether every candidate of a prompt made at least one round, bool ``[N]``."""
@@ -20,8 +18,13 @@ def has_rounds(rounds_NK: Tensor) -> Tensor:
 
 
 def cross_entropy_loss(logits_NK: Tensor, tau_NK: Tensor) -> Tensor:
-    """``[N]``: cross-entropy on the best block size, the smaller one where tied (BlockPilot, arXiv 2606.31315)."""
-    return F.cross_entropy(logits_NK, best_choice(tau_NK), reduction="none")
+    """``[N]``: cross-entropy on the best block size (BlockPilot, arXiv 2606.31315), shared evenly where several tie.
+
+    Short outputs tie often. To name the smallest of the best then would teach that small is good: a predictor trained
+    so chooses worse than one that always takes B.
+    """
+    best_NK = (tau_NK == tau_NK.amax(dim=-1, keepdim=True)).to(logits_NK.dtype)
+    return F.cross_entropy(logits_NK, best_NK / best_NK.sum(dim=-1, keepdim=True), reduction="none")
 
 
 def soft_loss(logits_NK: Tensor, tau_NK: Tensor, temperature: float) -> Tensor:

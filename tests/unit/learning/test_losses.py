@@ -14,8 +14,9 @@ LOGITS = torch.tensor([[0.0, math.log(2), 0.0], [math.log(2), 0.0, math.log(5)]]
 PROBS = [[0.25, 0.5, 0.25], [0.25, 0.125, 0.625]]
 
 
-def test_cross_entropy_takes_the_smallest_of_tied_bests() -> None:
-    assert cross_entropy_loss(LOGITS, TAU).tolist() == pytest.approx([-math.log(0.5), -math.log(0.25)])
+def test_cross_entropy_shares_the_label_among_tied_bests() -> None:
+    tied = -(math.log(0.5) + math.log(0.25)) / 2
+    assert cross_entropy_loss(LOGITS, TAU).tolist() == pytest.approx([tied, -math.log(0.25)])
 
 
 def test_regret_is_the_expected_share_given_away() -> None:
