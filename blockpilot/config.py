@@ -27,6 +27,8 @@ CONF_DIR = ROOT / "conf"
 
 T = TypeVar("T")
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
 log = logging.getLogger("blockpilot")
 
 
@@ -60,7 +62,7 @@ class ModelConfig:
     """Value of enable_thinking given to chat templates that know it."""
 
     def __post_init__(self) -> None:
-        _one_of("model.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _one_of("model.dtype", self.dtype, DTYPES)
         _one_of("model.attention", self.attention, ("sdpa", "eager", "flash_attention_2"))
 
 
@@ -406,7 +408,7 @@ def to_dataclass(config: DictConfig, schema: type[T]) -> T:
     """
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
-        raise UserError(f"{missing[0]} is not set; give it a value, as in {missing[0]}=VALUE")
+        raise UserError(f"not set: {', '.join(missing)}; give a value to each, as in {missing[0]}=VALUE")
     try:
         merged = OmegaConf.merge(OmegaConf.structured(schema), config)
         result = OmegaConf.to_object(merged)

@@ -137,7 +137,9 @@ class _Batch:
         positions = torch.tensor(spots, device=device)[:, None]
         out = self.pair.runner.forward_ragged(tokens, cache, rows, positions, keep=1)
         assert out.features is not None
-        self.features[torch.tensor(held, device=device), positions[:, 0]] = out.features[:, 0]
+        live = [row for row, index in enumerate(held) if not self._finished(index)]
+        at = torch.tensor(live, device=device)
+        self.features[torch.tensor([held[row] for row in live], device=device), positions[at, 0]] = out.features[at, 0]
         draws = draw_tokens(
             out.logits[:, 0], self.sampling, [self.keys[i] for i in held], [len(self.outputs[i]) for i in held]
         )

@@ -62,13 +62,13 @@ class LabelDataset(Dataset[LabelBatch]):
         return self._all.select(torch.tensor(indices, dtype=torch.int64))
 
 
-def hash_fraction(prompt_id: str, seed: int) -> float:
+def hash_fraction(prompt_id: str, seed: int | str) -> float:
     """A number in [0, 1) that depends on nothing but the prompt id and the seed: BLAKE2b of ``seed/prompt_id``."""
     digest = hashlib.blake2b(f"{seed}/{prompt_id}".encode(), digest_size=6).digest()
     return int.from_bytes(digest, "big") / 2**48  # 48 bits: exact in a float, and never rounded up to 1
 
 
-def split_table(table: LabelTable, shares: Sequence[float], seed: int) -> list[LabelTable]:
+def split_table(table: LabelTable, shares: Sequence[float], seed: int | str) -> list[LabelTable]:
     """Splits a table by a hash of its prompt ids.
 
     Where a prompt goes depends on its id, the seed and the shares only: not on order, nor on which other prompts
@@ -77,7 +77,7 @@ def split_table(table: LabelTable, shares: Sequence[float], seed: int) -> list[L
     Args:
         table: all prompts.
         shares: expected share of the prompts in each part but the last; their sum is below 1.
-        seed: another seed is another split.
+        seed: another seed is another split. To split a part again give it another seed, or nothing is left to take.
 
     Returns:
         One table per share, and a last one with the rest; each in the table's order.

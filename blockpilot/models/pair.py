@@ -6,6 +6,7 @@ Knows how to load and check them; nothing of decoding.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,11 +17,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
 
-from blockpilot.config import DrafterConfig, ModelConfig, load_preset
+from blockpilot.config import DTYPES, DrafterConfig, ModelConfig, load_preset, require
 from blockpilot.errors import UserError
 from blockpilot.models.drafter import DFlashDrafter
 from blockpilot.models.locate import hub_commit, locate
-from blockpilot.models.target import TargetRunner, decoder_layers
+from blockpilot.models.target import TargetRunner, decoder_layers, refuse_without_rollback
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,8 @@ class Pair:
         template = self.tokenizer.chat_template or ""
         vocabulary = sorted(self.tokenizer.get_vocab().items())
         return {
-            "target": target_commit or weights_digest(self.target),
-            "drafter": drafter_commit or weights_digest(self.drafter),
+            "target": target_commit or model_digest(self.target),
+            "drafter": drafter_commit or model_digest(self.drafter),
             "dtype": str(self.target.dtype).removeprefix("torch."),
             "tokenizer": _digest(repr(vocabulary).encode()),
             "chat_template": _digest(str(template).encode()),
@@ -201,9 +202,7 @@ def assemble_pair(
         target = _guard(
             "model.target",
             target_folder,
-            lambda: AutoModelForCausalLM.from_pretrained(
-                target_folder, dtype=kind, attn_implementation=model.attention
-            ),
+            lambda: load_target(target_folder, kind, model.attention),
         )
     assert isinstance(target, PreTrainedModel)
     if drafter_folder is not None:
@@ -216,6 +215,22 @@ def assemble_pair(
     commits = (target_commit, drafter_commit)
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return Pair(target.eval(), drafter.eval(), tokenizer, model.name, model.thinking, commits)
+
+
+def load_target(folder: Path, dtype: str | torch.dtype, attention: str) -> PreTrainedModel:
+    """A causal language model from a folder.
+
+    Raises:
+        UserError: a weight is missing (it would be filled with noise) or has another shape.
+    """
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation=attention, output_loading_info=True
+    )
+    for word in ("missing_keys", "mismatched_keys"):
+        if report.get(word):
+            wrong = sorted(map(str, report[word]))[:3]
+            raise UserError(f"model.target: weights in {folder.name}: {word.replace('_', ' ')} {wrong}")
+    return model
 
 
 def load_drafter(folder: Path, dtype: torch.dtype) -> DFlashDrafter:
@@ -242,7 +257,10 @@ def check_fit(target: PreTrainedModel, drafter: DFlashDrafter) -> None:
         UserError: hidden size, vocabulary, depth or a tapped layer differ; the message names both values.
     """
     config = target.config.get_text_config()
+    refuse_without_rollback(target)
     depth = len(decoder_layers(target))
+    if target.dtype != drafter.dtype:
+        raise UserError(f"target and drafter differ in dtype: {target.dtype} and {drafter.dtype}")
     pairs = [
         ("hidden_size", drafter.config.hidden_size, config.hidden_size),
         ("vocab_size", drafter.config.vocab_size, config.vocab_size),
@@ -250,7 +268,7 @@ def check_fit(target: PreTrainedModel, drafter: DFlashDrafter) -> None:
     told = getattr(drafter.config, "num_target_layers", None)
     if told is not None:
         pairs.append(("number of target layers", told, depth))
-    beyond = [i for i in drafter.target_layer_ids if i >= depth]
+    beyond = [i for i in drafter.target_layer_ids if not 0 <= i < depth]
     if beyond:
         raise UserError(
             f"the drafter taps target layer {beyond[0]}, the target has {depth} layers (0 to {depth - 1}): "
@@ -274,6 +292,8 @@ def resolve_device(device: str) -> torch.device:
     Raises:
         UserError: a GPU is asked for and there is none.
     """
+    known = device in ("auto", "cpu", "cuda") or device.removeprefix("cuda:").isdigit()
+    require(known, "device", device, "auto, cpu, cuda or cuda:N")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -281,9 +301,13 @@ def resolve_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def weights_digest(model: nn.Module) -> str:
-    """Digest of names, types and bytes of all parameters and buffers, whatever device they are on."""
-    digest = hashlib.sha256()
+_NOT_BEHAVIOUR = ("architectures", "dtype", "torch_dtype", "transformers_version")
+
+
+def model_digest(model: PreTrainedModel) -> str:
+    """Digest of configuration and weights, whatever device they are on and wherever they came from."""
+    config = {k: v for k, v in model.config.to_dict().items() if k not in _NOT_BEHAVIOUR and not k.startswith("_")}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
         flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -300,6 +324,7 @@ def _locate(source: str | Path | object, key: str, revision: str | None) -> Path
 
 
 def _dtype(name: str) -> str | torch.dtype:
+    require(name in DTYPES, "dtype", name, "one of " + ", ".join(DTYPES))
     return name if name == "auto" else cast(torch.dtype, getattr(torch, name))
 
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import platform
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -100,7 +101,7 @@ _SCHEMA = pa.schema(
         ("acceptance_lengths", pa.large_list(pa.large_list(pa.int16()))),
         ("distribution_ids", pa.large_list(pa.int32())),
         ("distribution_probs", pa.large_list(pa.float32())),
-        ("seed", pa.int64()),
+        ("seed", pa.uint64()),
         ("logits", pa.large_list(pa.float32())),
         ("hidden", pa.large_list(pa.float32())),
     ]
@@ -159,9 +160,12 @@ class LabelCache:
         if shard in self._verified or not path.exists():
             return shard in self._verified
         try:
-            pq.read_table(path, page_checksum_verification=True)
-        except (pa.ArrowException, OSError) as error:
-            log.warning("shard %s is damaged (%s) and will be rebuilt", path.name, str(error).splitlines()[0])
+            table = pq.read_table(path, page_checksum_verification=True)
+            info = json.loads(table.schema.metadata[_INFO])
+            if info["content"] != _content_digest(table):
+                raise ValueError("its rows are not those that were written")
+        except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("shard %s is damaged (%s) and will be rebuilt", path.name, (str(error).splitlines() or [""])[0])
             return False
         self._verified.add(shard)
         return True
@@ -169,9 +173,10 @@ class LabelCache:
     def write(self, shard: int, rows: Sequence[CacheRow], *, skipped: int, seconds: float, device: str) -> None:
         """Stores a shard: whole file, flushed to disk, then renamed into place."""
         columns = {name: [getattr(row, name) for row in rows] for name in _SCHEMA.names}
-        info = json.dumps({"skipped": skipped, "seconds": seconds, "device": device})
-        table = pa.table(columns, schema=_SCHEMA.with_metadata({_INFO: info.encode()}))
-        partial = self.folder / f".{self.path(shard).name}.{os.getpid()}"
+        table = pa.table(columns, schema=_SCHEMA)
+        info = {"skipped": skipped, "seconds": seconds, "device": device, "content": _content_digest(table)}
+        table = table.replace_schema_metadata({_INFO: json.dumps(info).encode()})
+        partial = self.folder / f".{self.path(shard).name}.{platform.node()}.{os.getpid()}"
         with partial.open("wb") as file:
             pq.write_table(table, file, compression="zstd", write_page_checksum=True)
             file.flush()
@@ -187,8 +192,9 @@ class LabelCache:
         partial = self.folder / f".manifest.{os.getpid()}"
         partial.write_text(json.dumps(self.manifest, indent=2), encoding="utf-8")
         os.replace(partial, self.folder / "manifest.json")
-        for leftover in self.folder.glob(".shard-*"):
-            leftover.unlink(missing_ok=True)
+        for leftover in self.folder.glob(f".shard-*.{platform.node()}.*"):
+            if not _alive(int(leftover.suffix[1:])):
+                leftover.unlink(missing_ok=True)
 
     def _info(self, shard: int) -> dict[str, Any]:
         return json.loads(pq.read_schema(self.path(shard)).metadata[_INFO])
@@ -279,6 +285,17 @@ def _create(path: Path, text: str) -> None:
         partial.unlink()
 
 
+def _alive(process: int) -> bool:
+    """Whether a process of this machine is running."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
 def _sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -291,6 +308,27 @@ def _list_parts(array: pa.Array) -> tuple[np.ndarray, pa.Array]:
     """Offsets (from 0) and values of a list array that may be a slice."""
     offsets = array.offsets.to_numpy()
     return offsets - offsets[0], array.values.slice(offsets[0], offsets[-1] - offsets[0])
+
+
+def _content_digest(table: pa.Table) -> str:
+    """Digest of names and values: page checksums do not cover the headers and the footer of a Parquet file."""
+    digest = hashlib.sha256(json.dumps(table.column_names).encode())
+
+    def add(array: pa.Array) -> None:
+        digest.update(f"{len(array)} {array.null_count}".encode())
+        if pa.types.is_large_list(array.type):
+            offsets, values = _list_parts(array)
+            digest.update(offsets.tobytes())
+            add(values)
+        elif pa.types.is_string(array.type):
+            digest.update(json.dumps(array.to_pylist()).encode())
+        else:
+            digest.update(str(array.type).encode())
+            digest.update(array.to_numpy(zero_copy_only=False).tobytes())
+
+    for column in table.columns:
+        add(column.combine_chunks())
+    return digest.hexdigest()
 
 
 def _csr(table: pa.Table, name: str) -> tuple[Tensor, Tensor]:

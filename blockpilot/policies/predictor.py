@@ -166,6 +166,8 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         weights = load_file(folder / "model.safetensors")
     except (ValueError, SafetensorError, OSError) as error:
         raise UserError(f"policy folder {folder} cannot be read: {str(error).splitlines()[0]}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"policy folder {folder} has a config.json that is no JSON object")
     if config.get("format_version") != FORMAT_VERSION:
         got = config.get("format_version")
         raise UserError(f"policy folder {folder} has format_version {got}; expected {FORMAT_VERSION}")

@@ -92,7 +92,7 @@ class Labels:
             if source.dataset in with_test:
                 train.append(table)
             else:
-                held_out, rest = split_table(table, (test_share,), seed)
+                held_out, rest = split_table(table, (test_share,), f"{seed}/test")
                 train.append(rest)
                 test.append(held_out)
         return concatenate(train), concatenate(test)

@@ -61,6 +61,8 @@ def composed(command: str, *overrides: str, hydra: bool = False) -> DictConfig:
 
 
 def configured(command: str, *overrides: str) -> Any:
+    if command == "evaluate" and not any(o.startswith("policy") for o in overrides):
+        overrides = (*overrides, *REQUIRED["policy", "predictor"])
     return to_dataclass(composed(command, *overrides), SCHEMAS[command])
 
 

@@ -17,7 +17,7 @@ TableMaker = Callable[..., LabelTable]
 
 def _datamodule(train: LabelTable, test: LabelTable | None = None, **kwargs: object) -> LabelDataModule:
     if test is None:
-        test, train = split_table(train, (0.2,), 0)
+        test, train = split_table(train, (0.2,), "test")
     arguments = {"block_sizes": train.block_sizes, "extractor": FeatureExtractor(), **kwargs}
     return LabelDataModule(collect=lambda: None, load=lambda: (train, test), **arguments)  # type: ignore[arg-type]
 

@@ -58,7 +58,7 @@ def _module(kind: str = "probs", seed: int = 0, loss: str = "ce", **predictor: A
 
 def _data(table: LabelTable, kind: str = "probs", seed: int = 0) -> LabelDataModule:
     extractor = FeatureExtractor(kind, top_k=8, tail_mass=1e-3)
-    test, rest = split_table(table, (0.2,), 0)
+    test, rest = split_table(table, (0.2,), "test")
     return LabelDataModule(lambda: None, lambda: (rest, test), extractor, table.block_sizes, batch_size=32, seed=seed)
 
 

@@ -1,0 +1,577 @@
+"""The engine: its output is the target's own, whatever drafter, block size and policy do; its accounts are right."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blockpilot.decoding import Generation, Prefill, Round, Sampling, generate, prompt_key
+from blockpilot.decoding.sampling import filtered_log_probs
+from blockpilot.errors import UserError
+from blockpilot.models import Pair
+from blockpilot.policies import FixedPolicy
+from tests.toy import (
+    EOS,
+    MASK,
+    Changing,
+    ScriptedDrafter,
+    cut,
+    decode_one_by_one,
+    greedy_by_transformers,
+    hooks_of,
+    make_drafter,
+    make_pair,
+    make_prompts,
+    make_scripted_pair,
+    make_target,
+)
+
+SIZES = (1, 2, 3, 8, 16, 19)
+ALWAYS, NEVER = 99, 0
+
+KINDS: dict[str, Any] = {
+    "qwen3": {},
+    "qwen3-tied-ungrouped": {"tied": True, "kv_heads": 4},
+    "qwen3-eager": {"attention": "eager"},
+    "llama-one-kv-head": {"kind": "llama", "kv_heads": 1},
+    "llama-tied": {"kind": "llama", "tied": True},
+}
+
+
+@cache
+def random_pair(kind: str = "qwen3") -> Pair:
+    return make_pair(seed=5, layers=3, **KINDS[kind])
+
+
+@cache
+def successor_pair(depth: int, **options: Any) -> Pair:
+    return make_scripted_pair(depth, **options)
+
+
+@cache
+def greedy(kind: str, prompt: tuple[int, ...], count: int) -> list[int]:
+    return greedy_by_transformers(random_pair(kind).target, prompt, count)
+
+
+def check_accounts(out: Generation) -> None:
+    assert 1 + sum(out.acceptance_lengths) == len(out.output_ids)
+    assert len(out.acceptance_lengths) == len(out.block_sizes)
+    assert all(1 <= length <= size for length, size in zip(out.acceptance_lengths, out.block_sizes, strict=True))
+    if out.acceptance_lengths:
+        assert out.acceptance_lengths[-1] <= out.last_round_uncut <= out.block_sizes[-1]
+        assert out.tau == pytest.approx((len(out.output_ids) - 1) / len(out.acceptance_lengths))
+    else:
+        assert math.isnan(out.tau) and out.last_round_uncut == 0
+    assert 0 <= out.policy_seconds <= out.decode_seconds
+
+
+def rounds_of(tokens: int, most: int) -> list[int]:
+    """``tokens`` committed ``most`` at a time."""
+    return [most] * (tokens // most) + [tokens % most] * (tokens % most > 0)
+
+
+# ---- losslessness at T = 0
+
+
+@pytest.mark.parametrize("block_size", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_output_is_that_of_transformers(kind: str, block_size: int) -> None:
+    for prompt in make_prompts([1, 9], seed=3):
+        out = generate(random_pair(kind), prompt, FixedPolicy(block_size), max_new_tokens=21, stop_token_ids=[])
+        assert out.output_ids == greedy(kind, tuple(prompt), 21)
+        check_accounts(out)
+
+
+@pytest.mark.parametrize("block_size", SIZES)
+@pytest.mark.parametrize("depth", [NEVER, 2, ALWAYS])
+def test_drafts_right_to_a_known_depth(block_size: int, depth: int) -> None:
+    prompt = make_prompts([6], seed=1)[0]
+    expected = greedy("qwen3", tuple(prompt), 30)
+    pair = make_scripted_pair(depth, target=random_pair().target, script=prompt + expected)
+    out = generate(pair, prompt, FixedPolicy(block_size), max_new_tokens=30, stop_token_ids=[])
+    assert out.output_ids == expected
+    assert out.acceptance_lengths == rounds_of(29, min(depth + 1, block_size))
+    assert out.block_sizes == [block_size] * len(out.acceptance_lengths)
+    check_accounts(out)
+
+
+def test_a_depth_that_changes_along_the_text() -> None:
+    prompt = make_prompts([6], seed=1)[0]
+    expected = greedy("qwen3", tuple(prompt), 30)
+    # the anchor at position p is followed by p % 5 right drafts: 6 -> 1 right, +2 -> 8 -> 3 right, +4 -> 12 ...
+    pair = make_scripted_pair(lambda p: p % 5, target=random_pair().target, script=prompt + expected)
+    out = generate(pair, prompt, FixedPolicy(8), max_new_tokens=30, stop_token_ids=[])
+    assert out.output_ids == expected
+    assert out.acceptance_lengths == [2, 4, 3, 1, 2, 4, 3, 1, 2, 4, 3]
+
+
+def test_a_target_whose_logits_are_all_equal_accepts_what_equals_its_draw() -> None:
+    pair = make_pair(target=make_target(seed=2), eos=None)
+    pair.runner.head.weight.data.zero_()
+    for block_size in SIZES:
+        out = generate(pair, [9, 8], FixedPolicy(block_size), max_new_tokens=20)
+        # argmax of equal logits is token 0, for the target and for drafts read through its head
+        assert out.output_ids == [0] * 20
+        assert out.acceptance_lengths == rounds_of(19, block_size)
+
+
+@pytest.mark.parametrize("block_size", SIZES)
+def test_block_size_one_drafts_nothing_and_others_draft_their_width(block_size: int) -> None:
+    pair = make_scripted_pair(NEVER)
+    assert isinstance(pair.drafter, ScriptedDrafter)
+    prompt = make_prompts([5])[0]
+    generate(pair, prompt, FixedPolicy(block_size), max_new_tokens=6)
+    # each pass sees the context before its anchor and is as wide as the block, also where the budget is nearly used up
+    assert pair.drafter.calls == [(5 + i, block_size) for i in range(5) if block_size > 1]
+
+
+# ---- stops and budgets
+
+
+@pytest.mark.parametrize("block_size", SIZES)
+@pytest.mark.parametrize("depth", [2, ALWAYS])
+def test_a_stop_token_at_every_slot(block_size: int, depth: int) -> None:
+    pair = successor_pair(depth)
+    whole = [21 + i for i in range(block_size + 4)]
+    # 0 is the prefill token, 1 .. block_size the slots of the first block, then the second block begins
+    for slot in range(block_size + 3 if depth == ALWAYS else 5):
+        out = generate(pair, [9, 20], FixedPolicy(block_size), max_new_tokens=60, stop_token_ids=[whole[slot]])
+        assert out.output_ids == whole[: slot + 1]
+        assert out.acceptance_lengths == rounds_of(slot, min(depth + 1, block_size))
+        check_accounts(out)
+        if slot and depth == ALWAYS:
+            assert out.last_round_uncut == block_size
+
+
+@pytest.mark.parametrize("block_size", SIZES)
+@pytest.mark.parametrize("depth", [NEVER, ALWAYS])
+def test_every_budget_is_exact(block_size: int, depth: int) -> None:
+    pair = successor_pair(depth)
+    whole = range(1, 2 * block_size + 2)
+    for budget in whole if depth == ALWAYS else (1, 2, block_size, block_size + 1):
+        out = generate(pair, [9, 15], FixedPolicy(block_size), max_new_tokens=budget)
+        assert out.output_ids == [16 + i for i in range(budget)]
+        assert out.acceptance_lengths == rounds_of(budget - 1, min(depth + 1, block_size))
+        check_accounts(out)
+
+
+@pytest.mark.parametrize("block_size", SIZES)
+@pytest.mark.parametrize("depth", [NEVER, 1, ALWAYS])
+def test_the_mask_token_is_a_token_like_any_other(block_size: int, depth: int) -> None:
+    pair = successor_pair(depth)
+    assert pair.mask_token_id == MASK
+    run = [(63 + i) % 64 for i in range(12)]
+    assert MASK in run[2:8]
+    out = generate(pair, [9, 62], FixedPolicy(block_size), max_new_tokens=12)
+    assert out.output_ids == run
+    stopped = generate(pair, [9, 62], FixedPolicy(block_size), max_new_tokens=12, stop_token_ids=[MASK])
+    assert stopped.output_ids == run[: run.index(MASK) + 1]
+    # as anchor, as prefill token, and inside the prompt
+    assert generate(pair, [9, MASK], FixedPolicy(block_size), max_new_tokens=9).output_ids == list(range(5, 14))
+    out = generate(pair, [MASK, 8, MASK - 1], FixedPolicy(block_size), max_new_tokens=5)
+    assert out.output_ids == [4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("block_size", SIZES)
+def test_a_real_drafter_whose_mask_is_a_token_of_the_output(block_size: int) -> None:
+    prompt = make_prompts([7], seed=2)[0]
+    expected = greedy("qwen3", tuple(prompt), 25)
+    mask = Counter(expected[1:]).most_common(1)[0][0]
+    target = random_pair().target
+    pair = make_pair(target=target, drafter=make_drafter(target, mask_token_id=mask), eos=None)
+    assert generate(pair, prompt, FixedPolicy(block_size), max_new_tokens=25).output_ids == expected
+    stopped = generate(pair, prompt, FixedPolicy(block_size), max_new_tokens=25, stop_token_ids=[mask])
+    assert stopped.output_ids == cut(expected, 25, [mask])
+
+
+@pytest.mark.parametrize(
+    ("configured", "tokenizer", "expected"),
+    [
+        (None, None, ()),
+        (None, "<eos>", (EOS,)),
+        (30, None, (30,)),
+        (30, "<eos>", (EOS, 30)),
+        ([30, 25], "<eos>", (EOS, 25, 30)),
+        ([EOS, 25], "<eos>", (EOS, 25)),
+    ],
+)
+def test_stop_ids_are_the_union_of_tokenizer_and_generation_config(
+    configured: int | list[int] | None, tokenizer: str | None, expected: tuple[int, ...]
+) -> None:
+    target = make_target(successor=True)
+    target.generation_config.eos_token_id = configured  # type: ignore[union-attr]
+    pair = make_pair(target=target, eos=tokenizer)
+    assert pair.stop_token_ids == expected
+    reached = cut([(21 + i) % 64 for i in range(50)], 50, expected)
+    for block_size in (1, 8):
+        assert generate(pair, [20], FixedPolicy(block_size), max_new_tokens=50).output_ids == reached
+    # what the caller names replaces the pair's; an empty list never stops
+    assert generate(pair, [20], FixedPolicy(8), max_new_tokens=50, stop_token_ids=()).output_ids[-1] == 70 - 64
+    assert generate(pair, [20], FixedPolicy(8), max_new_tokens=50, stop_token_ids={40}).output_ids[-1] == 40
+
+
+@pytest.mark.parametrize("block_size", SIZES)
+def test_the_first_of_two_stop_tokens_ends_the_output(block_size: int) -> None:
+    pair = successor_pair(ALWAYS)
+    for first, second in ((25, 24), (24, 30)):
+        out = generate(pair, [20], FixedPolicy(block_size), max_new_tokens=40, stop_token_ids=[first, second])
+        assert out.output_ids == [21, 22, 23, 24]
+
+
+# ---- position limits
+
+
+@pytest.mark.parametrize("block_size", SIZES)
+@pytest.mark.parametrize("depth", [NEVER, 2, ALWAYS])
+def test_prompts_around_the_position_limit(block_size: int, depth: int) -> None:
+    limit = 24
+    pair = make_scripted_pair(depth, target=make_target(successor=True, max_positions=limit))
+    policy = FixedPolicy(block_size)
+    for length, tokens in ((limit - 3, 4), (limit - 1, 2), (limit, 1)):
+        prompt = make_prompts([length - 1])[0] + [40]
+        out = generate(pair, prompt, policy, max_new_tokens=50)
+        assert out.output_ids == [41 + i for i in range(tokens)]
+        check_accounts(out)
+    with pytest.raises(UserError, match=rf"{limit + 1} tokens.*{limit} positions"):
+        generate(pair, make_prompts([limit + 1])[0], policy, max_new_tokens=50)
+
+
+@pytest.mark.parametrize("block_size", SIZES)
+def test_running_into_the_position_limit_equals_transformers(block_size: int) -> None:
+    target = make_target(max_positions=32, seed=5, layers=3)
+    prompt = make_prompts([10], seed=6)[0]
+    expected = greedy_by_transformers(target, prompt, 23)
+    for pair in (
+        make_pair(target=target, eos=None),
+        make_scripted_pair(ALWAYS, target=target, script=prompt + expected),
+    ):
+        out = generate(pair, prompt, FixedPolicy(block_size), max_new_tokens=1000)
+        assert out.output_ids == expected
+        check_accounts(out)
+        assert generate(pair, prompt, FixedPolicy(block_size), max_new_tokens=22).output_ids == expected[:22]
+
+
+@pytest.mark.parametrize("block_size", SIZES)
+@pytest.mark.parametrize("prompt_length", [3, 15, 16, 20])
+def test_a_drafter_with_fewer_positions_than_the_target(block_size: int, prompt_length: int) -> None:
+    limit = 16
+    pair = make_scripted_pair(ALWAYS, max_positions=limit)
+    assert isinstance(pair.drafter, ScriptedDrafter)
+    prompt = make_prompts([prompt_length - 1])[0] + [20]
+    out = generate(pair, prompt, FixedPolicy(block_size), max_new_tokens=30)
+    assert out.output_ids == [21 + i for i in range(30)]
+    check_accounts(out)
+    assert all(context + width <= limit for context, width in pair.drafter.calls)
+    # whole blocks while they fit, a shrunk one at the limit, then one token at a time
+    lengths, position, left = [], prompt_length, 29
+    while left:
+        lengths.append(min(max(1, min(block_size, limit - position)), left))
+        position, left = position + lengths[-1], left - lengths[-1]
+    assert out.acceptance_lengths == lengths
+
+
+# ---- T > 0
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9, "top_k": 12, "seed": 11}], ids=str
+)
+def test_sampled_output_depends_on_neither_block_size_nor_policy_nor_drafter(options: dict[str, Any]) -> None:
+    target, prompt = random_pair().target, make_prompts([8], seed=4)[0]
+    expected = decode_one_by_one(target, prompt, Sampling(**options), 20)
+    assert expected != greedy("qwen3", tuple(prompt), 20)
+    changing = [3, 1, 8, 2, 19, 1, 1]
+    random = [make_pair(target=target, drafter=make_drafter(target, seed=seed), eos=None) for seed in (1, 2)]
+    scripted = [make_scripted_pair(depth, target=target, script=prompt + expected) for depth in (2, ALWAYS)]
+    for pair, sizes in ((random[0], (1, 2, 19)), (random[1], (3, 16)), (scripted[0], SIZES), (scripted[1], SIZES)):
+        for policy in (*(FixedPolicy(size) for size in sizes), Changing(changing)):
+            out = generate(pair, prompt, policy, max_new_tokens=20, **options)
+            assert out.output_ids == expected
+            check_accounts(out)
+    assert out.acceptance_lengths == [3, 1, 8, 2, 5]  # the last pair is always right
+
+
+def test_seed_and_prompt_change_the_noise() -> None:
+    pair, (one, other) = random_pair(), make_prompts([8, 8], seed=4)
+    options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0, "stop_token_ids": []}
+    outputs = [
+        generate(pair, prompt, FixedPolicy(2), seed=seed, **options).output_ids
+        for prompt, seed in ((one, 0), (one, 1), (one, 2**32), (other, 0))
+    ]
+    assert len({tuple(output) for output in outputs}) == 4
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-8, 1e-6])
+def test_tiny_temperatures_are_greedy(temperature: float) -> None:
+    prompt = make_prompts([9], seed=3)[0]
+    out = generate(random_pair(), prompt, FixedPolicy(3), max_new_tokens=9, temperature=temperature, stop_token_ids=[])
+    assert out.output_ids == greedy("qwen3", tuple(prompt), 9)
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": -1.0}, {"temperature": math.nan}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}]
+)
+def test_sampling_values_out_of_range(options: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"^{next(iter(options))}="):
+        generate(random_pair(), [9], FixedPolicy(2), **options)
+
+
+@pytest.mark.parametrize("block_size", [1, 8])
+def test_top_p_one_half_never_leaves_the_nucleus(block_size: int) -> None:
+    pair, sampling = random_pair(), Sampling(1.0, top_p=0.5)
+    for prompt in make_prompts([3, 5, 7, 9], seed=8):
+        out = generate(
+            pair, prompt, FixedPolicy(block_size), max_new_tokens=30, temperature=1.0, top_p=0.5, stop_token_ids=[]
+        )
+        with torch.no_grad():
+            logits = pair.target(torch.tensor([prompt + out.output_ids])).logits[0, len(prompt) - 1 : -1]
+        inside = filtered_log_probs(logits, sampling).isfinite()
+        assert inside[range(30), out.output_ids].all()
+        assert not inside.all()
+
+
+def test_speculative_samples_follow_the_distribution_of_a_four_token_target() -> None:
+    """Chi-square over all texts of two tokens, the second one drafted by a biased drafter."""
+    target = make_target(vocab_size=4, hidden_size=16, layers=2, heads=2, kv_heads=1, seed=9)
+    target.lm_head.weight.data.mul_(0.25)  # type: ignore[union-attr]  # no token is rare
+    # always proposes token 1: right or wrong, it must not show
+    drafter = make_drafter(target, layer_ids=(0, 1), layers=1, mask_token_id=3, kind=ScriptedDrafter)
+    assert isinstance(drafter, ScriptedDrafter)
+    drafter.follow(target, lambda anchors, positions, places: torch.ones_like(anchors), ALWAYS)
+    pair = Pair(target, drafter, random_pair().tokenizer)
+    prompt = [0, 2, 1]
+    with torch.no_grad():
+        first = target(torch.tensor([prompt])).logits[0, -1].softmax(-1)
+        after = target(torch.tensor([[*prompt, token] for token in range(4)])).logits[:, -1].softmax(-1)
+    expected = 400 * (first[:, None] * after).flatten().double()
+    assert expected.min() > 5
+    counts, accepted = torch.zeros(16, dtype=torch.float64), 0
+    for seed in range(400):
+        out = generate(pair, prompt, FixedPolicy(2), max_new_tokens=2, temperature=1.0, seed=seed, stop_token_ids=[])
+        counts[4 * out.output_ids[0] + out.output_ids[1]] += 1
+        accepted += out.last_round_uncut - 1
+    assert 20 < accepted < 380
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    assert float(torch.special.gammaincc(torch.tensor(7.5).double(), statistic / 2)) > 0.001
+    # the test has teeth: had every draft been accepted, the second token would always be 1
+    skewed = torch.zeros(4, 4).double()
+    skewed[:, 1] = 400 * first.double()
+    assert float((((skewed.flatten() - expected) ** 2) / expected).sum()) > 100
+
+
+# ---- policies inside the loop
+
+
+def test_policies_are_told_what_happened() -> None:
+    pair, prompt = make_scripted_pair(2), make_prompts([7])[0]
+    policy = Changing([8, 1, 2, 4])
+    out = generate(pair, prompt, policy, max_new_tokens=14)
+    assert out.block_sizes == [8, 1, 2, 4, 8, 1]
+    assert out.acceptance_lengths == [3, 1, 2, 3, 3, 1]
+    assert out.first_block_size == 8
+    # not told of the last round: nothing follows it
+    told = list(zip(range(99), out.block_sizes, out.acceptance_lengths, strict=False))[:-1]
+    assert policy.rounds == [Round(*round) for round in told]
+
+
+def test_a_policy_sees_the_prefill_of_a_plain_forward() -> None:
+    pair, prompt = random_pair("llama-tied"), make_prompts([7], seed=1)[0]
+    policy = Changing([2])
+    generate(pair, prompt, policy, max_new_tokens=3, temperature=1.0)
+    assert policy.prefill is not None
+    with torch.no_grad():
+        plain = pair.target(torch.tensor([prompt]), output_hidden_states=True)
+    assert plain.hidden_states is not None
+    torch.testing.assert_close(policy.prefill.logits, plain.logits[0, -1])
+    torch.testing.assert_close(policy.prefill.hidden, plain.hidden_states[-1][0, -1])
+    assert policy.prefill.key == prompt_key(prompt)
+    assert policy.prefill.prompt_tokens == 7
+
+
+def test_a_policy_is_asked_even_when_no_round_follows() -> None:
+    out = generate(successor_pair(ALWAYS), [20], FixedPolicy(5), max_new_tokens=1)
+    assert (out.output_ids, out.first_block_size, out.acceptance_lengths, out.block_sizes) == ([21], 5, [], [])
+    assert math.isnan(out.tau)
+
+
+def test_the_cache_holds_the_committed_tokens_after_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, prompt = make_scripted_pair(lambda p: p % 4), make_prompts([7])[0]
+    caches = []
+    runner = pair.runner
+    make = runner.new_cache
+    monkeypatch.setattr(runner, "new_cache", lambda capacity: caches.append(make(capacity)) or caches[-1])
+    lengths: list[int] = []
+
+    class Watching(Changing):
+        def update(self, round: Round) -> int:
+            lengths.append(caches[0].length)
+            return super().update(round)
+
+    out = generate(pair, prompt, Watching([8, 3, 16, 1]), max_new_tokens=30)
+    assert len(caches) == 1
+    lengths.append(caches[0].length)
+    # the last committed token is the next anchor: not processed yet
+    committed = torch.tensor(out.acceptance_lengths).cumsum(0)
+    assert lengths == (len(prompt) + committed).tolist()
+    assert len(set(out.acceptance_lengths)) > 2
+
+
+def test_drafter_context_is_the_same_after_rounds_without_drafts() -> None:
+    """Features kept while b = 1 must reach the drafter later: drafts then equal those of an uninterrupted run."""
+    pair, prompt = random_pair(), make_prompts([8], seed=4)[0]
+    drafter_forward = pair.drafter.forward
+
+    def run(sizes: list[int]) -> dict[int, torch.Tensor]:
+        kept: dict[int, torch.Tensor] = {}
+
+        def forward(embeddings, positions, context, mask=None):  # type: ignore[no-untyped-def]
+            states = drafter_forward(embeddings, positions, context, mask)
+            kept[int(positions[0, 0])] = states.clone()
+            return states
+
+        pair.drafter.forward = forward  # type: ignore[method-assign]
+        try:
+            generate(pair, prompt, Changing(sizes), max_new_tokens=20, stop_token_ids=[])
+        finally:
+            del pair.drafter.forward
+        return kept
+
+    steady, broken = run([4]), run([4, 1, 1, 1, 1])
+    shared = sorted(steady.keys() & broken.keys())
+    assert len(shared) >= 2 and len(broken) < len(steady)
+    for position in shared:
+        torch.testing.assert_close(broken[position], steady[position])
+
+
+# ---- what is refused, and what is left behind
+
+
+@pytest.mark.parametrize("block_size", [0, -3])
+def test_a_policy_that_picks_less_than_one(block_size: int) -> None:
+    with pytest.raises(UserError, match=f"block size {block_size}; expected"):
+        generate(random_pair(), [9], Changing([block_size]), max_new_tokens=5)
+    with pytest.raises(UserError, match=f"block size {block_size}; expected"):
+        generate(random_pair(), [9], Changing([2, block_size]), max_new_tokens=9, stop_token_ids=[])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "budget", "message"),
+    [
+        ([], 5, "prompt_ids is empty"),
+        ([9, 64], 5, "holds 64.*0 to 63"),
+        ([-1, 9], 5, "holds -1.*0 to 63"),
+        ([9], 0, "max_new_tokens=0"),
+        ([9], -2, "max_new_tokens=-2"),
+    ],
+)
+def test_prompts_and_budgets_that_cannot_be_used(prompt: list[int], budget: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        generate(random_pair(), prompt, FixedPolicy(2), max_new_tokens=budget)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_calls_do_not_influence_each_other(temperature: float) -> None:
+    pair, prompts = random_pair(), make_prompts([17, 3], seed=7)
+    options: dict[str, Any] = {"max_new_tokens": 15, "temperature": temperature}
+
+    def outputs(order: tuple[int, ...]) -> dict[int, tuple[list[int], list[int]]]:
+        found = {}
+        for index in order:
+            out = generate(pair, prompts[index], FixedPolicy(6), **options)
+            found[index] = (out.output_ids, out.acceptance_lengths)
+        return found
+
+    assert outputs((0, 1)) == outputs((1, 0)) == outputs((1, 1, 0))
+
+
+class Failing:
+    """Raises when asked: at once, or after some rounds."""
+
+    def __init__(self, error: BaseException, rounds: int) -> None:
+        self.error, self.rounds = error, rounds
+
+    def choose(self, prefill: Prefill) -> int:
+        if self.rounds == 0:
+            raise self.error
+        return 4
+
+    def update(self, round: Round) -> int:
+        if round.index + 1 >= self.rounds:
+            raise self.error
+        return 4
+
+
+@pytest.mark.parametrize("error", [RuntimeError("policy"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.parametrize("rounds", [0, 1, 2])
+def test_an_exception_in_a_policy_leaves_nothing_behind(error: BaseException, rounds: int) -> None:
+    pair, prompt = random_pair(), make_prompts([9], seed=3)[0]
+    with pytest.raises(type(error)):
+        generate(pair, prompt, Failing(error, rounds), max_new_tokens=21, stop_token_ids=[])
+    assert hooks_of(pair.target) == []
+    out = generate(pair, prompt, FixedPolicy(4), max_new_tokens=21, stop_token_ids=[])
+    assert out.output_ids == greedy("qwen3", tuple(prompt), 21)
+
+
+def test_an_exception_inside_the_target_leaves_no_hooks() -> None:
+    pair = make_pair()
+
+    def fail(*args: object) -> None:
+        assert hooks_of(pair.target), "the engine's hooks should be there now"
+        raise RuntimeError("inside")
+
+    handle = pair.target.get_decoder().layers[-1].register_forward_pre_hook(fail)  # type: ignore[union-attr, index]
+    with pytest.raises(RuntimeError, match="inside"):
+        generate(pair, [9, 10], FixedPolicy(4), max_new_tokens=5)
+    assert len(hooks_of(pair.target)) == 1
+    handle.remove()
+    generate(pair, [9, 10], FixedPolicy(4), max_new_tokens=5)
+    assert hooks_of(pair.target) == []
+
+
+def test_the_users_model_is_left_as_it_was() -> None:
+    target = make_target()
+    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    config = target.config.to_dict()
+    pair = make_pair(target=target)
+    generate(pair, [9, 10], FixedPolicy(4), max_new_tokens=9, temperature=1.0)
+    assert hooks_of(target) == [] and hooks_of(pair.drafter) == []
+    assert target.config.to_dict() == config
+    assert all(torch.equal(before[name], tensor) for name, tensor in target.state_dict().items())
+    assert all(parameter.requires_grad for parameter in target.parameters())
+
+
+# ---- everything at once
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_any_pair_any_policy_any_stops(data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from(sorted(KINDS)))
+    pair = random_pair(kind)
+    prompt = data.draw(st.lists(st.integers(0, 63), min_size=1, max_size=12))
+    sizes = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=4))
+    budget = data.draw(st.integers(1, 18))
+    stops = data.draw(st.lists(st.integers(0, 63), max_size=6))
+    temperature = data.draw(st.sampled_from([0.0, 0.8]))
+    whole = decode_one_by_one(pair.target, prompt, Sampling(temperature), budget)
+    depth = data.draw(st.sampled_from([None, 0, 1, 3, 99]))
+    if depth is not None:
+        pair = make_scripted_pair(depth, target=pair.target, script=prompt + whole)
+    policy = Changing(sizes)
+    out = generate(pair, prompt, policy, max_new_tokens=budget, temperature=temperature, stop_token_ids=stops)
+    assert out.output_ids == cut(whole, budget, stops)
+    assert out.block_sizes == [sizes[i % len(sizes)] for i in range(len(out.block_sizes))]
+    check_accounts(out)
+    if depth is not None:
+        lengths, left = [], len(out.output_ids) - 1
+        while left:
+            lengths.append(min(depth + 1, sizes[len(lengths) % len(sizes)], left))
+            left -= lengths[-1]
+        assert out.acceptance_lengths == lengths

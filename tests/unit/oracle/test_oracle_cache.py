@@ -1,0 +1,272 @@
+"""The cache on disk: what comes back, what names it, and what happens to damaged files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from blockpilot.errors import UserError
+from blockpilot.oracle import CacheKey, CacheRow, LabelCache
+
+PAIR = {"target": "sha256:t", "drafter": "sha256:d", "dtype": "float32", "thinking": "false"}
+
+
+def key(**changes: Any) -> CacheKey:
+    values: dict[str, Any] = {
+        "pair": PAIR, "prompts": "0123456789abcdef" * 4, "block_sizes": (3, 4, 5), "vocab_size": 64,
+        "max_new_tokens": 8, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0, "stop_token_ids": (3,),
+        "tail_mass": 1e-3, "store_logits": False, "store_hidden": False, "tau_convention": "committed",
+    } | changes  # fmt: skip
+    return CacheKey(**values)
+
+
+def row(index: int, **changes: Any) -> CacheRow:
+    lengths = [[2, 1, 4], [3, 4], [index + 1, 5]]
+    values: dict[str, Any] = {
+        "prompt_id": f"p{index}", "prompt_key": -(2**63) + index, "dataset": f"set{index % 2}",
+        "prompt_tokens": list(range(index + 1)), "output_tokens": [5] * 8, "block_sizes": [3, 4, 5],
+        "acceptance_lengths": lengths, "distribution_ids": [9, index, 60][: index % 3 + 1],
+        "distribution_probs": [0.5, 0.25, 0.125][: index % 3 + 1], "seed": 0,
+    } | changes  # fmt: skip
+    return CacheRow(**values)
+
+
+def write(cache: LabelCache, shard: int, rows: list[CacheRow] | None = None, skipped: int = 0) -> None:
+    rows = [row(i) for i in cache.rows_of(shard)] if rows is None else rows
+    cache.write(shard, rows, skipped=skipped, seconds=1.5, device="cpu")
+
+
+def full(folder: Path, rows: int = 7, shard_size: int = 3, **changes: Any) -> LabelCache:
+    cache = LabelCache(folder, key(**changes), rows, shard_size)
+    for shard in range(cache.num_shards):
+        write(cache, shard)
+    return cache
+
+
+def test_round_trip_to_tensors(tmp_path: Path) -> None:
+    cache = full(tmp_path / "cache")
+    assert (cache.num_shards, cache.missing()) == (3, [])
+    assert [list(cache.rows_of(shard)) for shard in range(3)] == [[0, 1, 2], [3, 4, 5], [6]]
+    table = cache.load()
+    assert table.prompt_ids == tuple(f"p{i}" for i in range(7))
+    assert table.datasets == ("set0", "set1", "set0", "set1", "set0", "set1", "set0")
+    assert table.prompt_keys.tolist() == [-(2**63) + i for i in range(7)]
+    assert [table.prompts.row(i) for i in range(7)] == [list(range(i + 1)) for i in range(7)]
+    assert table.block_sizes == (3, 4, 5)
+    assert table.committed_tokens.tolist() == [[7, 7, i + 6] for i in range(7)]
+    assert table.rounds.tolist() == [[3, 2, 2]] * 7
+    assert table.tau[2].tolist() == pytest.approx([7 / 3, 3.5, 4.0])
+    assert table.distributions.offsets.tolist() == [0, 1, 3, 6, 7, 9, 12, 13]
+    assert table.distributions.token_ids.tolist() == [9, 9, 1, 9, 2, 60, 9, 9, 4, 9, 5, 60, 9]
+    assert table.distributions.probs.tolist() == [
+        0.5,
+        0.5,
+        0.25,
+        0.5,
+        0.25,
+        0.125,
+        0.5,
+        0.5,
+        0.25,
+        0.5,
+        0.25,
+        0.125,
+        0.5,
+    ]
+    assert table.distributions.vocab_size == 64
+    assert table.logits is None and table.hidden is None
+
+
+def test_prompts_without_rounds_have_no_tau(tmp_path: Path) -> None:
+    cache = LabelCache(tmp_path / "cache", key(), 3, 8)
+    write(cache, 0, [row(0), row(1, acceptance_lengths=[[], [], []], output_tokens=[3]), row(2)])
+    table = cache.load()
+    assert table.committed_tokens.tolist() == [[7, 7, 6], [0, 0, 0], [7, 7, 8]]
+    assert table.rounds[1].tolist() == [0, 0, 0]
+    assert all(math.isnan(tau) for tau in table.tau[1].tolist())
+
+
+def test_dense_columns(tmp_path: Path) -> None:
+    cache = LabelCache(tmp_path / "cache", key(store_logits=True, store_hidden=True), 2, 1)
+    for i in range(2):
+        write(cache, i, [row(i, logits=[float(i), 1.5, -2.0], hidden=[0.25 * i])])
+    table = cache.load()
+    assert table.logits is not None and table.hidden is not None
+    assert table.logits.tolist() == [[0.0, 1.5, -2.0], [1.0, 1.5, -2.0]] and table.hidden.tolist() == [[0.0], [0.25]]
+    assert table.logits.dtype == torch.float32
+
+
+def test_a_shard_of_nothing_but_skipped_prompts(tmp_path: Path) -> None:
+    cache = LabelCache(tmp_path / "cache", key(), 4, 2)
+    write(cache, 0, [], skipped=2)
+    write(cache, 1)
+    assert cache.missing() == [] and cache.skipped() == 2
+    assert cache.load().prompt_ids == ("p2", "p3")
+    write(cache, 1, [], skipped=2)
+    with pytest.raises(UserError, match=r"holds no prompt: 4 were longer"):
+        cache.load()
+
+
+def test_an_incomplete_cache_cannot_be_read(tmp_path: Path) -> None:
+    cache = LabelCache(tmp_path / "cache", key(), 7, 3)
+    write(cache, 1)
+    assert cache.missing() == [0, 2]
+    with pytest.raises(UserError, match=r"lacks 2 of 3 shards, such as shard-00000-of-00003"):
+        cache.load()
+
+
+def test_finish_writes_the_totals_and_keeps_the_rest(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    cache = LabelCache(folder, key(), 4, 2, {"device": "here", "git_commit": "abc"})
+    write(cache, 0, skipped=1)
+    write(cache, 1, skipped=2)
+    cache.finish()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["provenance"] == {"device": "here", "git_commit": "abc", "seconds": 3.0}
+    assert manifest["skipped_too_long"] == 3
+    assert manifest["key"]["pair.target"] == "sha256:t" and manifest["key"]["block_sizes"] == [3, 4, 5]
+    LabelCache(folder, key(), 4, 2)  # still opens
+    # files that a killed writer left are no shards
+    assert sorted(path.name for path in folder.iterdir() if not path.name.startswith(".")) == [
+        "manifest.json", "shard-00000-of-00002.parquet", "shard-00001-of-00002.parquet",
+    ]  # fmt: skip
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+# ---- manifest
+
+CHANGES = {
+    "prompts": "f" * 64, "block_sizes": (3, 4), "vocab_size": 65, "max_new_tokens": 9, "temperature": 0.5,
+    "top_p": 0.9, "top_k": 5, "seed": 1, "stop_token_ids": (3, 4), "tail_mass": 0.0, "store_logits": True,
+    "store_hidden": True, "tau_convention": "reference", "schema_version": 2,
+}  # fmt: skip
+
+
+def test_every_field_is_tried() -> None:
+    assert set(CHANGES) == {field.name for field in dataclasses.fields(CacheKey)} - {"pair"}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_configuration_is_refused_with_field_and_both_values(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "cache"
+    LabelCache(folder, key(), 7, 3)
+    with pytest.raises(UserError) as caught:
+        LabelCache(folder, key(**{name: CHANGES[name]}), 7, 3)
+    there, wanted = (json.loads(json.dumps(v)) for v in (key().fields()[name], CHANGES[name]))
+    assert f"{name}={there!r}" in str(caught.value) and f"{name}={wanted!r}" in str(caught.value)
+    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("part", PAIR)
+def test_another_pair_is_refused_with_part_and_both_values(tmp_path: Path, part: str) -> None:
+    LabelCache(tmp_path / "cache", key(), 7, 3)
+    with pytest.raises(UserError, match=rf"pair\.{part}='{PAIR[part]}'.*pair\.{part}='other'"):
+        LabelCache(tmp_path / "cache", key(pair=PAIR | {part: "other"}), 7, 3)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_folder_changes_with_every_field(name: str) -> None:
+    here = key().folder(Path("root"), "pair", "gsm8k-train")
+    assert here == key().folder(Path("root"), "pair", "gsm8k-train")
+    other = key(**{name: CHANGES[name]}).folder(Path("root"), "pair", "gsm8k-train")
+    assert other != here
+    # other prompts of the same settings lie side by side
+    assert (other.parent == here.parent) == (name == "prompts")
+    changed_pair = key(pair=PAIR | {"drafter": "other"}).folder(Path("root"), "pair", "gsm8k-train")
+    assert changed_pair.parent != here.parent
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"key": {}}', "null"])
+def test_a_damaged_manifest(tmp_path: Path, text: str) -> None:
+    folder = tmp_path / "cache"
+    full(folder)
+    (folder / "manifest.json").write_text(text)
+    with pytest.raises(UserError, match=r"manifest .*manifest\.json cannot be read") as caught:
+        LabelCache(folder, key(), 7, 3)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_shard_size_of_an_existing_cache_wins(tmp_path: Path) -> None:
+    full(tmp_path / "cache", shard_size=3)
+    again = LabelCache(tmp_path / "cache", key(), 7, 5)
+    assert (again.shard_size, again.num_shards, again.missing()) == (3, 3, [])
+    assert len(again.load()) == 7
+
+
+# ---- damaged shards
+
+
+def damaged(cache: LabelCache, caplog: pytest.LogCaptureFixture) -> list[int]:
+    """What a run that opens the cache now finds; each damaged shard must be named in the log."""
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        missing = LabelCache(cache.folder, cache.key, cache.manifest["num_rows"], 1).missing()
+    for shard in missing:
+        assert f"shard {cache.path(shard).name} is damaged" in caplog.text
+    return missing
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.9, 0.999])
+def test_truncated_shards_are_named(tmp_path: Path, share: float, caplog: pytest.LogCaptureFixture) -> None:
+    cache = full(tmp_path / "cache")
+    content = cache.path(1).read_bytes()
+    cache.path(1).write_bytes(content[: int(share * len(content))])
+    assert damaged(cache, caplog) == [1]
+    write(cache, 1)
+    assert damaged(cache, caplog) == []
+    assert cache.load().prompt_ids == tuple(f"p{i}" for i in range(7))
+
+
+def test_a_file_of_zeros_and_a_foreign_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache = full(tmp_path / "cache")
+    cache.path(0).write_bytes(bytes(cache.path(0).stat().st_size))
+    cache.path(2).write_text("PAR1 not really PAR1")
+    assert damaged(cache, caplog) == [0, 2]
+
+
+def test_no_flipped_bit_changes_a_row_unseen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache = full(tmp_path / "cache", rows=3, shard_size=3)
+    good, table = cache.path(0).read_bytes(), cache.read()
+    footer = len(good) - 8 - int.from_bytes(good[-8:-4], "little")
+    found = 0
+    for place in [*range(4, footer, 5), *range(footer, len(good) - 8, 11)]:
+        bad = bytearray(good)
+        bad[place] ^= 1 << place % 8
+        cache.path(0).write_bytes(bytes(bad))
+        if damaged(cache, caplog) == [0]:
+            found += 1
+        else:  # it hit something that no row hangs on, such as a statistic
+            assert cache.read().equals(table), place
+    assert found > 100
+
+
+def test_a_slower_writer_of_the_same_shard_is_not_disturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, other = full(tmp_path / "cache"), LabelCache(tmp_path / "cache", key(), 7, 3)
+    rename, finished = os.replace, []
+
+    def replace(source: Path, place: Path) -> None:
+        if not finished:  # the other one comes to its end between this one's last byte and its rename
+            finished.append(True)
+            cache.finish()
+        rename(source, place)
+
+    monkeypatch.setattr("os.replace", replace)
+    write(other, 1)
+    assert finished and other.load().prompt_ids == tuple(f"p{i}" for i in range(7))
+
+
+def test_a_shard_of_another_schema_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    cache = full(tmp_path / "cache")
+    pq.write_table(pa.table({"prompt_id": ["p0"]}), cache.path(0))
+    assert damaged(cache, caplog) == [0]
