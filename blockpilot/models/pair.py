@@ -223,9 +223,10 @@ def load_target(folder: Path, dtype: str | torch.dtype, attention: str) -> PreTr
     Raises:
         UserError: a weight is missing (it would be filled with noise) or has another shape.
     """
-    model, report = AutoModelForCausalLM.from_pretrained(
+    loaded = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation=attention, output_loading_info=True
     )
+    model, report = cast(tuple[PreTrainedModel, dict[str, list[str]]], loaded)
     for word in ("missing_keys", "mismatched_keys"):
         if report.get(word):
             wrong = sorted(map(str, report[word]))[:3]
