@@ -455,6 +455,8 @@ def _card_figures(tau_NK: Tensor, block_sizes: Sequence[int], trained: int) -> s
         f"| always-{trained} tau | {always:.3f} |",
         f"| oracle tau over {{{block_sizes[0]}..{block_sizes[-1]}}} | {oracle:.3f} (+{oracle / always - 1:.1%}) |",
     ]
+    several = (tau_NK == tau_NK.amax(dim=1, keepdim=True)).sum(dim=1) > 1
+    lines.append(f"| share of prompts with several best sizes | {several.double().mean():.1%} |")
     for column, b in enumerate(block_sizes):
         lines.append(f"| tau of always-{b} | {tau_NK[:, column].mean():.3f} |")
         lines.append(f"| share of prompts with best size {b} | {(best == column).double().mean():.1%} |")

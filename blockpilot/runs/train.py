@@ -22,7 +22,7 @@ from blockpilot.learning import (
     early_stopping_and_checkpoint,
     evaluating,
 )
-from blockpilot.metrics import best_fixed
+from blockpilot.metrics import best_fixed, regret_per_prompt
 from blockpilot.models import Pair, assemble_pair, locate_pair
 from blockpilot.oracle import candidate_block_sizes
 from blockpilot.policies import FixedPolicy, PredictorPolicy
@@ -65,7 +65,7 @@ def train(config: TrainConfig, folder: Path, group: str | None = None) -> dict[s
         summaries = compare.summarize_against(decoded, shown, pair.block_size, config.evaluation, config.seed)
         final = compare.figures(summaries, "predictor", pair.block_size)
         metrics = {
-            **offline_figures(best, data, logger),
+            **offline_figures(best, policy, data, logger),
             **final,
             "eval/label_agreement": compare.label_agreement(decoded, shown),
         }
@@ -149,13 +149,22 @@ def policy_of(module: BlockSizeModule, pair: Pair, data: LabelDataModule) -> Pre
     )
 
 
-def offline_figures(module: BlockSizeModule, data: LabelDataModule, logger: Logger | None) -> dict[str, float]:
-    """The ``test/`` figures: choices on all test prompts, scored by their labels."""
+def offline_figures(
+    module: BlockSizeModule, policy: PredictorPolicy, data: LabelDataModule, logger: Logger | None
+) -> dict[str, float]:
+    """The ``test/`` figures: choices on all test prompts, scored by their labels, beside single block sizes."""
     tester = lightning.Trainer(
         accelerator="cpu", devices=1, logger=logger or False, enable_progress_bar=False, enable_model_summary=False,
         enable_checkpointing=False,
     )  # fmt: skip
     (figures,) = tester.test(module, datamodule=data, verbose=False)
+    tau = data.test_table.tau
+    fixed = {"always": policy.trained_block_size, "best_fixed": policy.best_fixed}
+    columns = {name: data.test_table.block_sizes.index(size) for name, size in fixed.items()}
+    for name, column in columns.items():
+        choice = torch.full((len(tau),), column)
+        figures[f"test/regret_{name}"] = regret_per_prompt(tau, choice).nanmean()
+        figures[f"test/tau_{name}"] = tau[:, column].nanmean()
     return {name: float(value) for name, value in figures.items()}
 
 
