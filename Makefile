@@ -22,10 +22,10 @@ clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find blockpilot tests -name __pycache__ -prune -exec rm -rf {} +
 
+# dflash, the reference decoder that tests compare with, comes alone: it pins older versions of what is installed
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; try: make PYTHON=python3.11")'
 	$(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	# the reference decoder that tests compare with; alone, because it pins older versions of what is installed
 	$(BIN)/python -m pip install --quiet --no-deps dflash==0.1.0
 	touch $@
