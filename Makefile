@@ -8,9 +8,9 @@ INSTALLED := .venv/.installed
 demo: $(INSTALLED)
 	$(BIN)/python train.py
 
-# two workers with one thread each: torch would otherwise start as many threads as there are cores in both
+# two workers with one thread each, since torch would start as many threads as there are cores in both; who is done first takes over
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
