@@ -38,6 +38,12 @@ def require(condition: bool, key: str, value: object, allowed: str) -> None:
         raise UserError(f"{key}={value!r} is not allowed; expected {allowed}")
 
 
+def check_device(device: str) -> None:
+    """Raises ``UserError`` unless ``device`` is the name of one (whether it is here is another question)."""
+    known = device in ("auto", "cpu", "cuda") or (device.startswith("cuda:") and device[5:].isdigit())
+    require(known, "device", device, "auto, cpu, cuda or cuda:N")
+
+
 def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
     require(value in allowed, key, value, "one of " + ", ".join(allowed))
 
@@ -134,6 +140,7 @@ class GenerationConfig:
         require(0 <= self.temperature < float("inf"), "generation.temperature", self.temperature, "0 or more")
         require(0 < self.top_p <= 1, "generation.top_p", self.top_p, "a number in (0, 1]")
         require(self.top_k >= 0, "generation.top_k", self.top_k, "0 (off) or more")
+        require(0 <= self.seed < 2**64, "generation.seed", self.seed, "a number in [0, 2**64)")
 
 
 @dataclass
@@ -260,8 +267,8 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         require(self.max_epochs >= 1, "trainer.max_epochs", self.max_epochs, "a number of at least 1")
         require(self.batch_size >= 1, "trainer.batch_size", self.batch_size, "a number of at least 1")
-        require(self.learning_rate > 0, "trainer.learning_rate", self.learning_rate, "a number above 0")
-        require(self.weight_decay >= 0, "trainer.weight_decay", self.weight_decay, "0 or more")
+        require(0 < self.learning_rate < 1e3, "trainer.learning_rate", self.learning_rate, "a number in (0, 1000)")
+        require(0 <= self.weight_decay < 1e3, "trainer.weight_decay", self.weight_decay, "a number in [0, 1000)")
         require(self.patience >= 1, "trainer.patience", self.patience, "a number of at least 1")
         for name in ("validation_share", "test_share"):
             require(0 < getattr(self, name) < 1, f"trainer.{name}", getattr(self, name), "a number in (0, 1)")
@@ -347,9 +354,8 @@ class CollectRunConfig:
 
     def __post_init__(self) -> None:
         require(len(self.dataset) >= 1, "dataset", list(self.dataset), "at least one data set")
-        known = self.device in ("auto", "cpu", "cuda") or self.device.removeprefix("cuda:").isdigit()
-        require(known, "device", self.device, "auto, cpu, cuda or cuda:N")
-        require(self.seed >= 0, "seed", self.seed, "0 or more")
+        check_device(self.device)
+        require(0 <= self.seed < 2**32, "seed", self.seed, "a number in [0, 2**32)")
 
 
 @dataclass
@@ -359,7 +365,6 @@ class EvaluateConfig(CollectRunConfig):
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -478,6 +483,9 @@ def run_job(config: DictConfig, schema: type[T], run: Callable[[T, Path, str | N
     except UserError as error:
         log.error("error: %s", error)
         _failed_jobs.append(str(folder))
+    except (KeyboardInterrupt, SystemExit):  # Lightning turns the first into the second
+        log.error("interrupted; the labels collected so far are kept, the same command goes on from them")
+        sys.exit(130)
 
 
 def exit_after_jobs() -> NoReturn:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from blockpilot.decoding.sampling import Sampling, draw_tokens, prompt_key
 from blockpilot.decoding.verify import block_width, committed_length, count_matches, output_budget
-from blockpilot.errors import UserError
+from blockpilot.errors import UserError, integer
 from blockpilot.models.drafter import DrafterContext
 from blockpilot.models.pair import Pair
 
@@ -112,13 +112,16 @@ def generate(
             picks less than 1.
     """
     sampling = Sampling(temperature, top_p, top_k, seed)
-    check_prompt(pair, prompt_ids, max_new_tokens)
+    prompt_ids = check_prompt(pair, prompt_ids, max_new_tokens)
     stops = frozenset(pair.stop_token_ids if stop_token_ids is None else stop_token_ids)
-    return _Decoding(pair, list(prompt_ids), sampling, stops, max_new_tokens).run(policy)
+    return _Decoding(pair, prompt_ids, sampling, stops, max_new_tokens).run(policy)
 
 
-def check_prompt(pair: Pair, prompt_ids: Sequence[int], max_new_tokens: int) -> None:
-    """Raises ``UserError`` unless the prompt can be decoded."""
+def check_prompt(pair: Pair, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:
+    """The prompt as plain numbers; raises ``UserError`` unless it can be decoded."""
+    if isinstance(prompt_ids, str) or not hasattr(prompt_ids, "__len__"):
+        raise UserError(f"prompt_ids is a {type(prompt_ids).__name__}; expected a list of token ids (see Pair.encode)")
+    prompt_ids = [integer("prompt_ids holds a token that", token) for token in prompt_ids]
     if len(prompt_ids) < 1:
         raise UserError("prompt_ids is empty; expected at least one token id")
     if len(prompt_ids) > pair.max_positions:
@@ -126,8 +129,9 @@ def check_prompt(pair: Pair, prompt_ids: Sequence[int], max_new_tokens: int) -> 
     if not all(0 <= token < pair.vocab_size for token in prompt_ids):
         wrong = next(token for token in prompt_ids if not 0 <= token < pair.vocab_size)
         raise UserError(f"prompt_ids holds {wrong}, the target's vocabulary is 0 to {pair.vocab_size - 1}")
-    if max_new_tokens < 1:
+    if integer("max_new_tokens", max_new_tokens) < 1:
         raise UserError(f"max_new_tokens={max_new_tokens!r} is not allowed; expected a number of at least 1")
+    return prompt_ids
 
 
 class _Decoding:
@@ -237,6 +241,6 @@ class _Decoding:
 
 
 def _checked(block_size: int) -> int:
-    if block_size < 1:
+    if integer("the policy's block size", block_size) < 1:
         raise UserError(f"the policy picked block size {block_size}; expected a number of at least 1")
     return int(block_size)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blockpilot.errors import UserError
+from blockpilot.errors import UserError, integer
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy everywhere."""
@@ -43,6 +43,12 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)):
+                raise UserError(f"{name}={value!r} is not allowed; expected a number")
+        integer("top_k", self.top_k)
+        integer("seed", self.seed)
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise UserError(f"temperature={self.temperature!r} is not allowed; expected a finite number of at least 0")
         if not 0 < self.top_p <= 1:
@@ -60,7 +66,7 @@ class Sampling:
 
 def prompt_key(prompt_ids: Sequence[int]) -> int:
     """The 64-bit name of a prompt for the noise: a digest of its token ids, so that order and batch do not matter."""
-    data = ",".join(map(str, prompt_ids)).encode()
+    data = ",".join(str(int(token)) for token in prompt_ids).encode()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 

@@ -61,9 +61,8 @@ def decode_trajectories(
     Raises:
         UserError: a prompt that cannot be decoded.
     """
-    for prompt in prompts:
-        check_prompt(pair, prompt, max_new_tokens)
-    return _Batch(pair, prompts, sampling, max_new_tokens, frozenset(stop_token_ids), beyond).run()
+    checked = [check_prompt(pair, prompt, max_new_tokens) for prompt in prompts]
+    return _Batch(pair, checked, sampling, max_new_tokens, frozenset(stop_token_ids), beyond).run()
 
 
 class _Batch:

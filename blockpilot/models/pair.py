@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
 
-from blockpilot.config import DTYPES, DrafterConfig, ModelConfig, load_preset, require
+from blockpilot.config import DTYPES, DrafterConfig, ModelConfig, check_device, load_preset, require
 from blockpilot.errors import UserError
 from blockpilot.models.drafter import DFlashDrafter
 from blockpilot.models.locate import hub_commit, locate
@@ -214,7 +214,19 @@ def assemble_pair(
     target_commit, drafter_commit = (None if f is None else hub_commit(f) for f in (target_folder, drafter_folder))
     commits = (target_commit, drafter_commit)
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
-    return Pair(target.eval(), drafter.eval(), tokenizer, model.name, model.thinking, commits)
+    pair = Pair(target.eval(), drafter.eval(), tokenizer, model.name, model.thinking, commits)
+    _check_tokenizer(pair)
+    return pair
+
+
+def _check_tokenizer(pair: Pair) -> None:
+    """A folder without tokenizer files loads as a tokenizer that knows no token; a broken template loads too."""
+    try:
+        encoded = pair.encode(["hello"])
+    except Exception as error:  # the template language has its own errors
+        raise UserError(f"model.tokenizer: its chat template fails: {' '.join(str(error).split())}") from error
+    if not encoded:
+        raise UserError("model.tokenizer: it encodes text to no tokens; expected a folder or Hub id with a tokenizer")
 
 
 def load_target(folder: Path, dtype: str | torch.dtype, attention: str) -> PreTrainedModel:
@@ -293,8 +305,7 @@ def resolve_device(device: str) -> torch.device:
     Raises:
         UserError: a GPU is asked for and there is none.
     """
-    known = device in ("auto", "cpu", "cuda") or device.removeprefix("cuda:").isdigit()
-    require(known, "device", device, "auto, cpu, cuda or cuda:N")
+    check_device(device)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():

@@ -129,7 +129,10 @@ class LabelCache:
         self.folder, self.key = folder, key
         manifest = folder / "manifest.json"
         if not manifest.exists():
-            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserError(f"cache_dir: {folder} cannot be made: {error.strerror}") from None
             content = {
                 "key": key.fields(),
                 "num_rows": num_rows,
@@ -138,7 +141,11 @@ class LabelCache:
             }
             _create(manifest, json.dumps(content, indent=2))
         self.manifest = _read_manifest(manifest)
-        _compare(manifest, self.manifest["key"], key.fields())
+        _compare(
+            manifest,
+            self.manifest["key"] | {"num_rows": self.manifest["num_rows"]},
+            key.fields() | {"num_rows": num_rows},
+        )
         self.shard_size: int = self.manifest["shard_size"]
         self.num_shards = -(-num_rows // self.shard_size)
         self._verified: set[int] = set()
@@ -162,8 +169,8 @@ class LabelCache:
         try:
             table = pq.read_table(path, page_checksum_verification=True)
             info = json.loads(table.schema.metadata[_INFO])
-            if info["content"] != _content_digest(table):
-                raise ValueError("its rows are not those that were written")
+            if (info["shard"], info["content"]) != (shard, _content_digest(table)):
+                raise ValueError("its rows are not those that were written there")
         except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
             log.warning("shard %s is damaged (%s) and will be rebuilt", path.name, (str(error).splitlines() or [""])[0])
             return False
@@ -174,7 +181,8 @@ class LabelCache:
         """Stores a shard: whole file, flushed to disk, then renamed into place."""
         columns = {name: [getattr(row, name) for row in rows] for name in _SCHEMA.names}
         table = pa.table(columns, schema=_SCHEMA)
-        info = {"skipped": skipped, "seconds": seconds, "device": device, "content": _content_digest(table)}
+        info = {"shard": shard, "content": _content_digest(table)}
+        info |= {"skipped": skipped, "seconds": seconds, "device": device}
         table = table.replace_schema_metadata({_INFO: json.dumps(info).encode()})
         partial = self.folder / f".{self.path(shard).name}.{platform.node()}.{os.getpid()}"
         with partial.open("wb") as file:
@@ -193,7 +201,8 @@ class LabelCache:
         partial.write_text(json.dumps(self.manifest, indent=2), encoding="utf-8")
         os.replace(partial, self.folder / "manifest.json")
         for leftover in self.folder.glob(f".shard-*.{platform.node()}.*"):
-            if not _alive(int(leftover.suffix[1:])):
+            writer = leftover.suffix[1:]
+            if writer.isdigit() and not _alive(int(writer)):
                 leftover.unlink(missing_ok=True)
 
     def _info(self, shard: int) -> dict[str, Any]:
@@ -263,8 +272,10 @@ def _compare(manifest: Path, there: Mapping[str, Any], wanted: Mapping[str, Any]
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if not {"key", "num_rows", "shard_size"} <= content.keys():
-            raise ValueError("a field is missing")
+        kinds = {"key": dict, "provenance": dict, "num_rows": int, "shard_size": int}
+        wrong = [name for name, kind in kinds.items() if not isinstance(content.get(name), kind)]
+        if wrong or content["shard_size"] < 1:
+            raise ValueError(f"{(wrong or ['shard_size'])[0]} is missing or wrong")
         return content
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"cache manifest {path} cannot be read ({error}); remove its folder to collect again") from None
@@ -289,7 +300,7 @@ def _alive(process: int) -> bool:
     """Whether a process of this machine is running."""
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         return True

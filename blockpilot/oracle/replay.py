@@ -18,7 +18,7 @@ from torch import Tensor
 
 from blockpilot.decoding.sampling import Sampling
 from blockpilot.decoding.trajectory import Trajectory, decode_trajectories
-from blockpilot.errors import UserError
+from blockpilot.errors import UserError, integer
 from blockpilot.models.drafter import DrafterContext
 from blockpilot.models.pair import Pair
 from blockpilot.oracle.record import OracleRecord
@@ -56,6 +56,8 @@ def replay(
     sampling = Sampling(temperature, top_p, top_k, seed)
     candidates = check_block_sizes(block_sizes)
     uncut = check_convention(tau_convention)
+    if integer("batch_size", batch_size) < 1:
+        raise UserError(f"batch_size={batch_size!r} is not allowed; expected a number of at least 1")
     stops = sorted(pair.stop_token_ids if stop_token_ids is None else stop_token_ids)
     records: list[OracleRecord | None] = [None] * len(prompts)
     # prompts of like length side by side waste least

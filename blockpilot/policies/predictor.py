@@ -73,8 +73,8 @@ class PredictorPolicy:
         Raises:
             UserError: target, drafter or another part differs; the message names the part and both.
         """
-        for part, trained in self.pair_identity.items():
-            given = pair.identity.get(part)
+        for part in [*pair.identity, *(self.pair_identity.keys() - pair.identity.keys())]:
+            trained, given = self.pair_identity.get(part), pair.identity.get(part)
             if trained != given:
                 raise UserError(f"the policy was trained with {part} {trained}, this pair has {part} {given}")
 
@@ -139,6 +139,10 @@ def load_policy(folder: str | Path, pair: Pair | None = None) -> PredictorPolicy
             residual=settings.residual,
         )
         keys = weights.pop(_KEYS)
+        if not isinstance(config["pair"], dict) or not isinstance(config["best_fixed"], int):
+            raise TypeError("pair or best_fixed is of another type")
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in weights.values()):
+            raise ValueError("a weight is not finite")
         predictor.load_state_dict({name.removeprefix("predictor."): t for name, t in weights.items()})
         policy = PredictorPolicy(
             predictor.eval(), extractor, settings, config["pair"], config["vocab_size"], config["hidden_size"],
@@ -146,9 +150,9 @@ def load_policy(folder: str | Path, pair: Pair | None = None) -> PredictorPolicy
         )  # fmt: skip
     except UserError:
         raise
-    except (KeyError, TypeError, RuntimeError) as error:
-        first = str(error).splitlines()[0]
-        raise UserError(f"policy folder {folder} does not fit together: {type(error).__name__}: {first}") from error
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"policy folder {folder} does not fit together: {type(error).__name__}: {reason}") from error
     if pair is not None:
         policy.check_pair(pair)
         policy.to(pair.device)

@@ -10,7 +10,7 @@ import torch
 
 from blockpilot.config import require
 from blockpilot.decoding.engine import Prefill
-from blockpilot.errors import UserError
+from blockpilot.errors import UserError, integer
 from blockpilot.metrics import best_choice
 from blockpilot.oracle.table import LabelTable
 
@@ -26,7 +26,7 @@ class FixedPolicy:
     block_size: int
 
     def __post_init__(self) -> None:
-        require(self.block_size >= 1, "block_size", self.block_size, "a number of at least 1")
+        require(integer("block_size", self.block_size) >= 1, "block_size", self.block_size, "a number of at least 1")
 
     def choose(self, prefill: Prefill) -> int:
         """The block size."""

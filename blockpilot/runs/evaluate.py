@@ -38,8 +38,9 @@ def evaluate(config: EvaluateConfig, folder: Path, group: str | None = None) -> 
     start_job(config.seed)
     locate_pair(config.model, config.drafter)
     sources = read_sources(config, splits=("test",))
-    policy = _policy(config)
+    trained = _trained_policy(config)
     pair = assemble_pair(config.model, config.drafter, device=config.device)
+    policy = trained or FixedPolicy(config.policy.block_size or pair.block_size)
     labels = Labels(config, pair, sources)
     if isinstance(policy, PredictorPolicy):
         policy.check_pair(pair)
@@ -75,11 +76,10 @@ def _test_table(labels: Labels, policy: PredictorPolicy) -> LabelTable:
     return concatenate(held_out + [unseen(table, policy.training_prompt_keys) for table in labels.tables("train")])
 
 
-def _policy(config: EvaluateConfig) -> PredictorPolicy | FixedPolicy:
+def _trained_policy(config: EvaluateConfig) -> PredictorPolicy | None:
+    """The predictor of ``policy.path``, read before any model is; None for a fixed block size."""
     if config.policy.name == "fixed":
-        if config.policy.block_size is None:
-            raise UserError("policy=fixed needs policy.block_size, got null; expected a number of at least 1")
-        return FixedPolicy(config.policy.block_size)
+        return None
     if config.policy.path is None:
         raise UserError("policy=predictor needs policy.path, got null; expected the policy folder of a training run")
     return load_policy(project_path(config.policy.path))

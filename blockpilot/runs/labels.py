@@ -61,7 +61,8 @@ class Labels:
         for source, cache in zip(self.sources, self.caches, strict=True):
             missing = sum(len(cache.rows_of(shard)) for shard in shards_to_fill(cache, self.config.collect))
             if missing == 0:
-                log.info("labels of %s: %s (complete)", source.name, cache.folder)
+                state = "complete" if not cache.missing() else "nothing left for this writer"
+                log.info("labels of %s: %s (%s)", source.name, cache.folder, state)
                 continue
             log.info("labels of %s: %s (collecting %d prompts)", source.name, cache.folder, missing)
             with progress_bar(f"collecting {source.name}", missing) as advance:
@@ -114,9 +115,27 @@ def read_sources(config: CollectRunConfig, splits: Sequence[str] = ("train", "te
             source = getattr(dataset, split)
             alone = split == "train" and dataset.test is None
             if source is not None and (split in splits or alone):
-                sources.append(Source(name, split, tuple(load_prompts(name, source))))
+                sources.append(Source(name, split, _distinct(name, split, load_prompts(name, source))))
     _refuse_repeats(sources)
     return sources
+
+
+def _distinct(name: str, split: str, rows: Sequence[PromptRow]) -> tuple[PromptRow, ...]:
+    """The rows without later repeats of the same turns, which a split by id could put on both sides.
+
+    Raises:
+        UserError: an id holds "#", which marks the turns of a conversation.
+    """
+    for row in rows:
+        if "#" in row.id:
+            raise UserError(
+                f"prompt id {row.id!r} of {name}-{split} holds '#', which marks turns; expected an id without"
+            )
+    first = {row.turns: row for row in reversed(rows)}
+    kept = tuple(row for row in rows if first[row.turns] is row)
+    if len(kept) < len(rows):
+        log.warning("%s-%s: left out %d prompts that repeat an earlier one", name, split, len(rows) - len(kept))
+    return kept
 
 
 def _refuse_repeats(sources: Sequence[Source]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 
 from blockpilot.config import LoggerConfig, require
+from blockpilot.errors import UserError
 
 
 @contextmanager
@@ -52,8 +53,18 @@ def job_logger(
     )
     code = 1
     try:
+        _open_run(logger)
         logger.experiment.config.update(dict(run_config), allow_val_change=True)
         yield logger
         code = 0
     finally:
         wandb.finish(exit_code=code)
+
+
+def _open_run(logger: WandbLogger) -> None:
+    import wandb
+
+    try:
+        logger.experiment  # noqa: B018  opens the run
+    except wandb.errors.UsageError as error:
+        raise UserError(f"logger.project, logger.name or logger.group: {' '.join(str(error).split())}") from error

@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import Logger
 
 from blockpilot.config import TrainConfig, to_plain
 from blockpilot.decoding import BlockSizePolicy
+from blockpilot.errors import UserError
 from blockpilot.learning import (
     BlockSizeModule,
     DecodingEvaluation,
@@ -131,7 +132,10 @@ def fit(
     trainer.fit(module, datamodule=data)
     checkpoint = next(c for c in callbacks if isinstance(c, ModelCheckpoint))
     log.info("best validation regret %.4f in epoch %s", checkpoint.best_model_score or 0.0, checkpoint.best_model_path)
-    return BlockSizeModule.load_from_checkpoint(checkpoint.best_model_path, map_location=pair.device, weights_only=True)
+    best = BlockSizeModule.load_from_checkpoint(checkpoint.best_model_path, map_location=pair.device, weights_only=True)
+    if not all(bool(torch.isfinite(p).all()) for p in best.parameters()):
+        raise UserError(f"training diverged; trainer.learning_rate={config.trainer.learning_rate} may be too large")
+    return best
 
 
 def policy_of(module: BlockSizeModule, pair: Pair, data: LabelDataModule) -> PredictorPolicy:

@@ -39,7 +39,7 @@ SHARED = {"model", "drafter", "dataset", "hydra"}
 GROUPS = {
     "collect": SHARED,
     "train": SHARED | {"predictor", "preprocess", "objective", "trainer", "logger", "sweep"},
-    "evaluate": SHARED | {"policy", "trainer", "logger"},
+    "evaluate": SHARED | {"policy", "logger"},
 }
 # what a preset leaves to the user
 REQUIRED = {

@@ -69,6 +69,16 @@ def test_replay_equals_enumeration_round_for_round(kind: str, temperature: float
             assert all(1 + sum(each) == len(record.output_ids) for each in record.acceptance_lengths.values())
 
 
+@pytest.mark.parametrize(("target_limit", "drafter_limit"), [(40, 17), (17, 40)])
+def test_blocks_shrunk_by_a_position_limit_see_nothing_behind_it(target_limit: int, drafter_limit: int) -> None:
+    target = make_target(layers=3, seed=4, successor=True, max_positions=target_limit)
+    pair = make_scripted_pair(99, target=target, noise=0.9, max_positions=drafter_limit)
+    prompts = make_prompts([10, 11, 12, 12, 13, 13, 14, 14, 15], seed=8)
+    options: dict[str, Any] = {"max_new_tokens": 8, "stop_token_ids": []}
+    replayed = oracle.replay(pair, prompts, [3, 8, 16], **options)
+    assert_same(replayed, oracle.enumerate(pair, prompts, [3, 8, 16], **options))
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_replay_equals_enumeration_on_random_weights_with_a_tied_head(temperature: float) -> None:
     pair = make_pair(layers=3, seed=4, tied=True)

@@ -73,15 +73,19 @@ def test_a_saved_policy_chooses_the_same(tmp_path: Path, kind: str, settings: di
     assert {path.name for path in (tmp_path / "made" / "policy").iterdir()} == {"config.json", "model.safetensors"}
 
 
-def test_choices_are_the_highest_scores_with_dropout_off() -> None:
-    policy = make_policy(make_pair(), "logits", dropout=0.9)
-    policy.predictor.train()
-    for prefill in prefills(10):
-        policy.predictor.eval()
+@pytest.mark.parametrize("kind", KINDS)
+def test_choices_are_the_highest_scores_of_the_raw_prefill_with_dropout_off(kind: str) -> None:
+    policy = make_policy(make_pair(), kind, dropout=0.9)
+    policy.predictor.eval()
+    # a bias beside the inputs, so that their scale matters
+    policy.predictor.first.bias.data.normal_(generator=torch.Generator().manual_seed(1))
+    expected = []
+    for prefill in prefills():
+        features = policy.extractor.from_logits(prefill.logits, prefill.hidden)
         with torch.no_grad():
-            scores = policy.predictor(policy.extractor.from_logits(prefill.logits))[0]
-        policy.predictor.train()
-        assert policy.choose(prefill) == SIZES[int(scores.argmax())]
+            expected.append(SIZES[int(policy.predictor(features)[0].argmax())])
+    policy.predictor.train()
+    assert [policy.choose(prefill) for prefill in prefills()] == expected
 
 
 def test_a_policy_drives_the_engine() -> None:
