@@ -62,9 +62,9 @@ def job_logger(
 
 
 def _open_run(logger: WandbLogger) -> None:
-    import wandb
+    from wandb.errors import UsageError
 
     try:
         logger.experiment  # noqa: B018  opens the run
-    except wandb.errors.UsageError as error:
+    except UsageError as error:
         raise UserError(f"logger.project, logger.name or logger.group: {' '.join(str(error).split())}") from error

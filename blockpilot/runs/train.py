@@ -161,15 +161,16 @@ def offline_figures(
         accelerator="cpu", devices=1, logger=logger or False, enable_progress_bar=False, enable_model_summary=False,
         enable_checkpointing=False,
     )  # fmt: skip
-    (figures,) = tester.test(module, datamodule=data, verbose=False)
+    (tested,) = tester.test(module, datamodule=data, verbose=False)
+    figures = {name: float(value) for name, value in tested.items()}
     tau = data.test_table.tau
     fixed = {"always": policy.trained_block_size, "best_fixed": policy.best_fixed}
     columns = {name: data.test_table.block_sizes.index(size) for name, size in fixed.items()}
     for name, column in columns.items():
         choice = torch.full((len(tau),), column)
-        figures[f"test/regret_{name}"] = regret_per_prompt(tau, choice).nanmean()
-        figures[f"test/tau_{name}"] = tau[:, column].nanmean()
-    return {name: float(value) for name, value in figures.items()}
+        figures[f"test/regret_{name}"] = float(regret_per_prompt(tau, choice).nanmean())
+        figures[f"test/tau_{name}"] = float(tau[:, column].nanmean())
+    return figures
 
 
 def _decode_now(config: TrainConfig, pair: Pair, module: BlockSizeModule, data: LabelDataModule) -> Mapping[str, float]:

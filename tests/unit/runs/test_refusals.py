@@ -55,12 +55,12 @@ def test_whole_numbers_of_any_library() -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda pair: generate(pair, "hello", FixedPolicy(2)),
-        lambda pair: generate(pair, [1.5], FixedPolicy(2)),
-        lambda pair: generate(pair, [7], FixedPolicy(2), max_new_tokens=2.5),
-        lambda pair: generate(pair, [7], FixedPolicy(2), temperature="1"),
-        lambda pair: generate(pair, [7], FixedPolicy(2), seed=1.5),
-        lambda pair: FixedPolicy(1.5),
+        lambda pair: generate(pair, "hello", FixedPolicy(2)),  # type: ignore[arg-type]
+        lambda pair: generate(pair, [1.5], FixedPolicy(2)),  # type: ignore[arg-type]
+        lambda pair: generate(pair, [7], FixedPolicy(2), max_new_tokens=2.5),  # type: ignore[arg-type]
+        lambda pair: generate(pair, [7], FixedPolicy(2), temperature="1"),  # type: ignore[arg-type]
+        lambda pair: generate(pair, [7], FixedPolicy(2), seed=1.5),  # type: ignore[arg-type]
+        lambda pair: FixedPolicy(1.5),  # type: ignore[arg-type]
     ],
 )
 def test_values_of_another_kind_are_refused(pair: Pair, call: Callable[[Pair], object]) -> None:
