@@ -20,8 +20,7 @@ def has_rounds(rounds_NK: Tensor) -> Tensor:
 def cross_entropy_loss(logits_NK: Tensor, tau_NK: Tensor) -> Tensor:
     """``[N]``: cross-entropy on the best block size (BlockPilot, arXiv 2606.31315), shared evenly where several tie.
 
-    Short outputs tie often. To name the smallest of the best then would teach that small is good: a predictor trained
-    so chooses worse than one that always takes B.
+    Short outputs tie often, and to name the smallest of the best then would teach that small is good.
     """
     best_NK = (tau_NK == tau_NK.amax(dim=-1, keepdim=True)).to(logits_NK.dtype)
     return F.cross_entropy(logits_NK, best_NK / best_NK.sum(dim=-1, keepdim=True), reduction="none")

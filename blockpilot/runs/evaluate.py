@@ -24,8 +24,8 @@ def evaluate(config: EvaluateConfig, folder: Path, group: str | None = None) -> 
     """Decodes test prompts under the policy and the standard rows; returns what ``metrics.json`` holds.
 
     A data set with test prompts of its own is tested on those, and a policy trained on any of them is refused. From
-    one without, the prompts the policy was not trained on are taken. ``best-fixed`` is the best candidate on these
-    very labels where no training labels are at hand, and is then named ``best-fixed-on-test``.
+    one without, the prompts the policy was not trained on are taken. ``best-fixed`` is a trained policy's own record of
+    the best size on its training prompts; beside a fixed block size there is no such row.
 
     Args:
         config: the run's configuration.
