@@ -9,17 +9,17 @@ Shapes: V vocabulary, D hidden size.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from blockpilot.decoding.sampling import Sampling, draw_tokens, prompt_key
-from blockpilot.decoding.verify import block_width, committed_length, count_matches, output_budget
+from blockpilot.decoding.rounds import Rounds, Task, stop_ids_of
+from blockpilot.decoding.sampling import Sampling, prompt_key
+from blockpilot.decoding.verify import output_budget
 from blockpilot.errors import UserError, integer
-from blockpilot.models.drafter import DrafterContext
 from blockpilot.models.pair import Pair
 
 
@@ -70,7 +70,7 @@ class Generation:
     prefill_seconds: float
     """Prompt to first token."""
     decode_seconds: float
-    """All that follows, the policy's own time included."""
+    """All that follows, the policy's own time included, that of ``on_tokens`` not."""
     policy_seconds: float
     """The policy's share of ``decode_seconds``."""
 
@@ -93,6 +93,7 @@ def generate(
     top_k: int = 0,
     seed: int = 0,
     stop_token_ids: Collection[int] | None = None,
+    on_tokens: Callable[[list[int]], None] | None = None,
 ) -> Generation:
     """Decodes one prompt speculatively.
 
@@ -106,6 +107,7 @@ def generate(
         top_k: tokens kept; 0 keeps all.
         seed: seed of the position-keyed noise.
         stop_token_ids: None takes the pair's; an empty collection never stops.
+        on_tokens: called with the first token, then with each round's committed tokens. What it raises ends the call.
 
     Raises:
         UserError: an empty prompt, one longer than the target's positions, a value out of range, or a policy that
@@ -113,8 +115,10 @@ def generate(
     """
     sampling = Sampling(temperature, top_p, top_k, seed)
     prompt_ids = check_prompt(pair, prompt_ids, max_new_tokens)
-    stops = frozenset(pair.stop_token_ids if stop_token_ids is None else stop_token_ids)
-    return _Decoding(pair, prompt_ids, sampling, stops, max_new_tokens).run(policy)
+    budget = output_budget(max_new_tokens, len(prompt_ids), pair.max_positions)
+    task = Task(prompt_ids, sampling, stop_ids_of(pair, stop_token_ids), budget)
+    # all state of a call lives in its rounds: a call that is interrupted leaves nothing behind
+    return _Decoding(pair, task, on_tokens).run(policy)
 
 
 def check_prompt(pair: Pair, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:
@@ -135,109 +139,60 @@ def check_prompt(pair: Pair, prompt_ids: Sequence[int], max_new_tokens: int) -> 
 
 
 class _Decoding:
-    """State of one prompt's decoding: caches, tokens so far, features the drafter has not yet read."""
+    """The loop around the rounds: asks the policy, keeps the accounts and the time."""
 
-    def __init__(
-        self, pair: Pair, prompt_ids: list[int], sampling: Sampling, stops: frozenset[int], max_new_tokens: int
-    ) -> None:
-        self.pair, self.sampling, self.stops = pair, sampling, stops
-        self.prompt_ids = prompt_ids
-        self.key = prompt_key(prompt_ids)
-        self.budget = output_budget(max_new_tokens, len(prompt_ids), pair.max_positions)
+    def __init__(self, pair: Pair, task: Task, on_tokens: Callable[[list[int]], None] | None) -> None:
+        self.pair, self.task, self.on_tokens = pair, task, on_tokens
         self.output: list[int] = []
-        self.context: DrafterContext | None = None
-        self.pending: list[Tensor] = []
-        self.tap = True
+        self.seconds_watched = 0.0
 
     def run(self, policy: BlockSizePolicy) -> Generation:
         started = self._clock()
-        prefill = self._prefill()
+        rounds = Rounds(self.pair, self.task)
+        out, first_token = rounds.prefill()
         decoding = self._clock()
-        block_size = _checked(policy.choose(prefill))
-        policy_seconds = self._clock() - decoding
+        self._emit([first_token])
+        asked = self._clock()
+        prompt_ids = self.task.prompt_ids
+        block_size = _checked(
+            policy.choose(Prefill(prompt_key(prompt_ids), len(prompt_ids), out.logits[0, -1], out.hidden[0, -1]))
+        )
+        policy_seconds = self._clock() - asked
         first = block_size
         update = getattr(policy, "update", None)
         # a policy that stays at b = 1 never drafts, so the baseline does not pay for features
-        self.tap = block_size > 1 or update is not None
+        rounds.start(drafting=block_size > 1 or update is not None)
         lengths: list[int] = []
         sizes: list[int] = []
         uncut = 0
         while not self.finished:
-            committed, uncut = self._round(block_size)
-            lengths.append(committed)
+            settled = rounds.round(block_size)
+            uncut = settled.uncut
+            lengths.append(len(settled.tokens))
             sizes.append(block_size)
+            self._emit(settled.tokens)
             if update is not None and not self.finished:
                 before = self._clock()
-                block_size = _checked(update(Round(len(sizes) - 1, block_size, committed)))
+                block_size = _checked(update(Round(len(sizes) - 1, block_size, len(settled.tokens))))
                 policy_seconds += self._clock() - before
-        ended = self._clock()
-        return Generation(
-            self.output, lengths, sizes, first, uncut, decoding - started, ended - decoding, policy_seconds
-        )
+        decode_seconds = self._clock() - decoding - self.seconds_watched
+        return Generation(self.output, lengths, sizes, first, uncut, decoding - started, decode_seconds, policy_seconds)
 
     @property
     def finished(self) -> bool:
-        return len(self.output) >= self.budget or self.output[-1] in self.stops
+        return len(self.output) >= self.task.budget or self.output[-1] in self.task.stop_ids
+
+    def _emit(self, tokens: list[int]) -> None:
+        self.output += tokens
+        if self.on_tokens is not None:
+            before = time.perf_counter()
+            self.on_tokens(list(tokens))
+            self.seconds_watched += time.perf_counter() - before
 
     def _clock(self) -> float:
         if self.pair.device.type == "cuda":
             torch.cuda.synchronize(self.pair.device)
         return time.perf_counter()
-
-    def _prefill(self) -> Prefill:
-        runner = self.pair.runner
-        self.cache = runner.new_cache(len(self.prompt_ids) + self.budget)
-        tokens = torch.tensor([self.prompt_ids], device=self.pair.device)
-        out = runner.forward(tokens, self.cache, keep=1)
-        self.cache.length = len(self.prompt_ids)
-        assert out.features is not None
-        self.pending = [out.features]
-        self.output = draw_tokens(out.logits[0], self.sampling, [self.key], [0]).tolist()
-        return Prefill(self.key, len(self.prompt_ids), out.logits[0, -1], out.hidden[0, -1])
-
-    def _round(self, block_size: int) -> tuple[int, int]:
-        """Drafts, verifies and commits; returns the acceptance length, cut and uncut."""
-        pair, anchor = self.pair, self.cache.length
-        width = block_width(block_size, anchor, pair.max_positions)
-        draft_width = block_width(width, anchor, pair.max_drafter_positions)
-        drafts = self._draft(draft_width) if draft_width > 1 else []
-        block = torch.tensor([[self.output[-1], *drafts]], device=pair.device)
-        # a block may reach past the budget: what is committed is cut, not the block
-        self.cache.reserve(anchor + width)
-        out = pair.runner.forward(block, self.cache, tap=self.tap)
-        places = range(len(self.output), len(self.output) + len(drafts) + 1)
-        draws = draw_tokens(out.logits[0], self.sampling, [self.key] * len(places), list(places)).tolist()
-        accepted = count_matches(drafts, draws)
-        committed = committed_length(draws, accepted, self.budget - len(self.output), self.stops)
-        self.output += draws[:committed]
-        # the anchor and all committed tokens but the last have been processed
-        self.cache.length = anchor + committed
-        if out.features is not None:
-            self.pending.append(out.features[:, :committed])
-        return committed, accepted + 1
-
-    def _draft(self, width: int) -> list[int]:
-        """The drafter's tokens for the ``width - 1`` positions after the anchor."""
-        pair, anchor = self.pair, self.cache.length
-        if self.context is None:
-            capacity = min(len(self.prompt_ids) + self.budget, pair.max_drafter_positions)
-            self.context = pair.drafter.allocate(1, capacity)
-        self._catch_up()
-        ids = torch.tensor([[self.output[-1]] + [pair.mask_token_id] * (width - 1)], device=pair.device)
-        positions = torch.arange(anchor, anchor + width, device=pair.device)[None]
-        states = pair.drafter(pair.runner.embedding(ids), positions, self.context)
-        return pair.runner.head(states[0, 1:]).argmax(dim=-1).tolist()
-
-    def _catch_up(self) -> None:
-        """Gives the drafter the features of every position before the anchor."""
-        assert self.context is not None
-        missing = self.cache.length - self.context.length
-        if not self.pending or sum(f.shape[1] for f in self.pending) < missing:
-            raise AssertionError("features of committed positions were not kept")
-        features = torch.cat(self.pending, dim=1)[:, -missing:] if missing else None
-        self.pending = []
-        if features is not None:
-            self.pair.drafter.extend(self.context, features)
 
 
 def _checked(block_size: int) -> int:

@@ -76,7 +76,11 @@ def signed_prompt_key(prompt_ids: Sequence[int]) -> int:
     return key - 2**64 if key >= 2**63 else key
 
 
-def draw_tokens(logits_NV: Tensor, sampling: Sampling, keys: Sequence[int], positions: Sequence[int]) -> Tensor:
+Numbers = Sequence[int] | Tensor
+"""Plain numbers, or an int64 tensor where they are known on the device only."""
+
+
+def draw_tokens(logits_NV: Tensor, sampling: Sampling, keys: Numbers, positions: Numbers) -> Tensor:
     """The target's own token for each row, int64 ``[N]``.
 
     Greedy: the argmax (lowest id on exact ties). Otherwise Gumbel-max over the filtered distribution.
@@ -84,7 +88,7 @@ def draw_tokens(logits_NV: Tensor, sampling: Sampling, keys: Sequence[int], posi
     Args:
         logits_NV: raw logits in any float type; filters are applied in fp32.
         sampling: temperature, filters, seed.
-        keys: prompt key of each row.
+        keys: prompt key of each row (in a tensor as :func:`signed_prompt_key` gives it).
         positions: output position of each row (0 is the prefill token).
     """
     if sampling.greedy:
@@ -113,7 +117,7 @@ def filtered_log_probs(logits_NV: Tensor, sampling: Sampling) -> Tensor:
     return log_probs
 
 
-def gumbel_noise(seed: int, keys: Sequence[int], positions: Sequence[int], size: int, device: torch.device) -> Tensor:
+def gumbel_noise(seed: int, keys: Numbers, positions: Numbers, size: int, device: torch.device) -> Tensor:
     """Standard Gumbel noise, fp32 ``[N, size]``: entry ``v`` of a row is a function of (seed, key, position, v).
 
     Computed in float64 from 32-bit integers and rounded once, so devices agree.
@@ -123,18 +127,25 @@ def gumbel_noise(seed: int, keys: Sequence[int], positions: Sequence[int], size:
     return (-torch.log(-torch.log(uniform))).float()
 
 
-def counter_bits(seed: int, keys: Sequence[int], positions: Sequence[int], size: int, device: torch.device) -> Tensor:
+def counter_bits(seed: int, keys: Numbers, positions: Numbers, size: int, device: torch.device) -> Tensor:
     """Uniform 32-bit integers, int64 ``[N, size]``, from Philox4x32-10.
 
     Counter words: ``v // 4``, position, and the two halves of the prompt key; key words: the two halves of the seed.
     Lane ``v % 4`` of the result belongs to entry ``v``.
     """
     lanes = torch.arange(-(-size // 4), device=device, dtype=torch.int64)
-    halves = [[p & _MASK32, k & _MASK32, k >> 32] for k, p in zip(keys, positions, strict=True)]
-    rows = torch.tensor(halves, device=device, dtype=torch.int64)
-    counter = [lanes.expand(len(halves), -1), *(rows[:, i, None].expand(-1, len(lanes)) for i in range(3))]
+    key, place = _words(keys, device), _words(positions, device)
+    words = (place & _MASK32, key & _MASK32, (key >> 32) & _MASK32)
+    counter = [lanes.expand(len(place), -1), *(word[:, None].expand(-1, len(lanes)) for word in words)]
     words = philox(counter, (seed & _MASK32, seed >> 32))
     return torch.stack(words, dim=-1).flatten(1)[:, :size]
+
+
+def _words(numbers: Numbers, device: torch.device) -> Tensor:
+    if isinstance(numbers, Tensor):
+        return numbers.to(device)
+    # a key of 64 bits is kept as the signed number of the same bits
+    return torch.tensor([n - 2**64 if n >= 2**63 else n for n in numbers], dtype=torch.int64, device=device)
 
 
 def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> list[Tensor]:

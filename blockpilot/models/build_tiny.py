@@ -391,7 +391,7 @@ def dflash_loss(
     same_block = (same_block[:, None] == same_block).expand(batch, -1, -1)
 
     context_positions = torch.arange(width).expand(batch, -1)
-    keys, values = zip(*drafter.project_context(features, context_positions), strict=True)
+    keys, values = zip(*drafter.project_context(features, context_positions, width), strict=True)
     states = drafter(
         target.get_input_embeddings()(block.flatten(1)),
         positions.flatten(1),

@@ -15,16 +15,11 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel, Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3MLP,
-    Qwen3RMSNorm,
-    Qwen3RotaryEmbedding,
-    apply_rotary_pos_emb,
-)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from blockpilot.errors import UserError
+from blockpilot.models.lean import DenseLayer, Linear, Norm, Rotary, attend
 
 
 @dataclass
@@ -32,23 +27,70 @@ class DrafterContext:
     """Projected keys and values of context positions, one pair per drafter layer.
 
     ``keys[layer]`` and ``values[layer]`` are ``[B, H, capacity, E]``; the first ``length`` positions are
-    valid (or, for a batch of uneven prompts, as many as the caller's mask shows).
+    valid (or, for a batch of uneven prompts, as many as the caller's mask shows). What lies behind is scratch.
     """
 
     keys: list[Tensor]
     values: list[Tensor]
     length: int = 0
 
+    @property
+    def capacity(self) -> int:
+        """Positions there is room for."""
+        return self.keys[0].shape[2]
+
+    def store(self, layer: int, keys_BHTE: Tensor, values_BHTE: Tensor) -> None:
+        """Keeps what belongs at the T positions from ``length`` on; the caller then sets ``length``."""
+        end = self.length + keys_BHTE.shape[2]
+        self.keys[layer][:, :, self.length : end] = keys_BHTE
+        self.values[layer][:, :, self.length : end] = values_BHTE
+
+    def join(self, layer: int, keys_BHQE: Tensor, values_BHQE: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values a block attends to: the context's and its own, each ``[B, H, length + Q, E]``.
+
+        The block's are put into the scratch behind the context where there is room and no gradient is wanted.
+        """
+        end = self.length + keys_BHQE.shape[2]
+        if end <= self.capacity and not torch.is_grad_enabled():
+            self.store(layer, keys_BHQE, values_BHQE)
+            return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
+        keys, values = self.keys[layer][:, :, : self.length], self.values[layer][:, :, : self.length]
+        return torch.cat([keys, keys_BHQE], dim=2), torch.cat([values, values_BHQE], dim=2)
+
+
+@dataclass
+class StaticContext(DrafterContext):
+    """A context of one prompt whose end only the device knows, so that a pass has one shape wherever it stands.
+
+    Set ``positions`` (int64 ``[Q]``) to where a pass writes; it sees the first ``window`` slots, and a mask must say
+    which of them count. With ``positions`` None it works like its base class (prefill).
+    """
+
+    positions: Tensor | None = None
+    window: int = 0
+
+    def store(self, layer: int, keys_BHTE: Tensor, values_BHTE: Tensor) -> None:
+        """Keeps what belongs at ``positions``."""
+        if self.positions is None:
+            return super().store(layer, keys_BHTE, values_BHTE)
+        self.keys[layer].index_copy_(2, self.positions, keys_BHTE)
+        self.values[layer].index_copy_(2, self.positions, values_BHTE)
+        return None
+
+    def join(self, layer: int, keys_BHQE: Tensor, values_BHQE: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes the block's keys and values at ``positions`` and shows the window."""
+        self.store(layer, keys_BHQE, values_BHQE)
+        return self.keys[layer][:, :, : self.window], self.values[layer][:, :, : self.window]
+
 
 class DFlashAttention(nn.Module):
-    """Block positions attend to the context and, in both directions, to their own block."""
+    """Weights of attention to the context and, in both directions, to the own block."""
 
     def __init__(self, config: Qwen3Config):
         super().__init__()
         self.head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
         heads, kv_heads = config.num_attention_heads, cast(int, config.num_key_value_heads)
         bias = config.attention_bias
-        self.grouped = heads != kv_heads
         self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=bias)
@@ -56,35 +98,9 @@ class DFlashAttention(nn.Module):
         self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
-    def _heads(self, projected: Tensor) -> Tensor:
-        return projected.unflatten(-1, (-1, self.head_dim))
-
-    def project_kv(self, states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """``[B, T, D]`` to rotated keys and values, each ``[B, H, T, E]``."""
-        keys = self.k_norm(self._heads(self.k_proj(states))).transpose(1, 2)
-        values = self._heads(self.v_proj(states)).transpose(1, 2)
-        _, keys = apply_rotary_pos_emb(keys, keys, cos, sin)
-        return keys, values
-
-    def forward(
-        self, states_BQD: Tensor, keys_BHTE: Tensor, values_BHTE: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None
-    ) -> Tensor:
-        """Attention of block states over context keys and values and the block's own, ``[B, Q, D]``."""
-        queries = self.q_norm(self._heads(self.q_proj(states_BQD))).transpose(1, 2)
-        queries, _ = apply_rotary_pos_emb(queries, queries, cos, sin)
-        block_keys, block_values = self.project_kv(states_BQD, cos, sin)
-        attended = F.scaled_dot_product_attention(
-            queries,
-            torch.cat([keys_BHTE, block_keys], dim=2),
-            torch.cat([values_BHTE, block_values], dim=2),
-            attn_mask=mask,
-            enable_gqa=self.grouped,
-        )
-        return self.o_proj(attended.transpose(1, 2).flatten(2))
-
 
 class DFlashLayer(nn.Module):
-    """Pre-norm attention and MLP, as in the target's family; the context enters un-normed by this layer."""
+    """Weights of pre-norm attention and MLP, as in the target's family; the context enters un-normed by this layer."""
 
     def __init__(self, config: Qwen3Config):
         super().__init__()
@@ -93,12 +109,15 @@ class DFlashLayer(nn.Module):
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(
-        self, states: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None
-    ) -> Tensor:
-        """Block states ``[B, Q, D]`` through attention and MLP."""
-        states = states + self.self_attn(self.input_layernorm(states), keys, values, cos, sin, mask)
-        return states + self.mlp(self.post_attention_layernorm(states))
+
+class _Dense:
+    """The weights in the form the formulas take them."""
+
+    def __init__(self, drafter: DFlashDrafter) -> None:
+        self.layers = [DenseLayer.of(layer) for layer in drafter.layers]
+        self.fuse = Linear(drafter.fc)
+        self.hidden_norm, self.norm = Norm.of(drafter.hidden_norm), Norm.of(drafter.norm)
+        self.rotary = Rotary(drafter.rotary_emb)
 
 
 class DFlashDrafter(PreTrainedModel):
@@ -129,31 +148,50 @@ class DFlashDrafter(PreTrainedModel):
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.post_init()
+        self._dense_of: tuple[int, _Dense] | None = None
 
-    def _layers(self) -> list[DFlashLayer]:
-        return cast(list[DFlashLayer], self.layers)
+    def _dense(self) -> _Dense:
+        # moving a model or giving it other weights puts its tensors elsewhere
+        place = self.fc.weight.data_ptr()
+        if self._dense_of is None or self._dense_of[0] != place:
+            self._dense_of = (place, _Dense(self))
+        return self._dense_of[1]
 
     def allocate(self, batch: int, capacity: int) -> DrafterContext:
         """An empty context for ``batch`` prompts of at most ``capacity`` positions, on this model's device."""
-        config, weight = self.config, self.fc.weight
-        head_dim = self._layers()[0].self_attn.head_dim
-        shape = (batch, cast(int, config.num_key_value_heads), capacity, head_dim)
-        keys = [weight.new_zeros(shape) for _ in self.layers]
-        return DrafterContext(keys, [torch.zeros_like(k) for k in keys])
+        keys, values = self._empty(batch, capacity)
+        return DrafterContext(keys, values)
 
-    def project_context(self, features_BTF: Tensor, positions_BT: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Tapped target features ``[B, T, F]`` at ``positions`` to keys and values ``[B, H, T, E]`` per layer."""
-        context_BTD = self.hidden_norm(self.fc(features_BTF.to(self.fc.weight.dtype)))
-        cos, sin = self.rotary_emb(context_BTD, positions_BT)
-        return [layer.self_attn.project_kv(context_BTD, cos, sin) for layer in self._layers()]
+    def allocate_static(self, capacity: int) -> StaticContext:
+        """An empty context for one prompt, whose buffers keep their addresses."""
+        keys, values = self._empty(1, capacity)
+        return StaticContext(keys, values, window=capacity)
+
+    def _empty(self, batch: int, capacity: int) -> tuple[list[Tensor], list[Tensor]]:
+        size = self.config.head_dim or self.config.hidden_size // self.config.num_attention_heads
+        shape = (batch, cast(int, self.config.num_key_value_heads), capacity, size)
+        keys, values = ([self.fc.weight.new_zeros(shape) for _ in self.layers] for _ in range(2))
+        return keys, values
+
+    def project_context(self, features_BTF: Tensor, positions_BT: Tensor, end: int) -> list[tuple[Tensor, Tensor]]:
+        """Tapped target features ``[B, T, F]`` at ``positions`` to keys and values ``[B, H, T, E]`` per layer.
+
+        Args:
+            features_BTF: side by side, in the order of ``target_layer_ids``.
+            positions_BT: int64, all below ``end``.
+            end: above every position (what the host may know when only the device knows the positions).
+        """
+        dense = self._dense()
+        context_BTD = dense.hidden_norm(dense.fuse(features_BTF.to(self.fc.weight.dtype)))
+        cos, sin = dense.rotary.at(positions_BT, context_BTD, end)
+        return [layer.keys_values(context_BTD, cos, sin) for layer in dense.layers]
 
     def extend(self, context: DrafterContext, features_BTF: Tensor) -> None:
         """Append features of the next T positions to ``context``, in place."""
         start, end = context.length, context.length + features_BTF.shape[1]
-        positions = torch.arange(start, end, device=features_BTF.device).expand(features_BTF.shape[0], -1)
-        for index, (keys, values) in enumerate(self.project_context(features_BTF, positions)):
-            context.keys[index][:, :, start:end] = keys
-            context.values[index][:, :, start:end] = values
+        positions = torch.arange(start, end, device=features_BTF.device)[None]
+        for index, (keys, values) in enumerate(self.project_context(features_BTF, positions, end)):
+            context.store(index, keys, values)
         context.length = end
 
     def forward(
@@ -169,13 +207,18 @@ class DFlashDrafter(PreTrainedModel):
             mask: boolean, broadcastable to ``[B, 1, Q, length + Q]``, True where attention is allowed;
                 None lets every query see the whole context and every block position.
         """
-        cos, sin = self.rotary_emb(embeddings_BQD, positions_BQ)
+        dense = self._dense()
+        # a block stands behind its context, so this is above every position
+        end = context.capacity + embeddings_BQD.shape[1]
+        cos, sin = dense.rotary.at(positions_BQ, embeddings_BQD, end)
         states = embeddings_BQD
-        for index, layer in enumerate(self._layers()):
-            keys = context.keys[index][:, :, : context.length]
-            values = context.values[index][:, :, : context.length]
-            states = layer(states, keys, values, cos, sin, mask)
-        return self.norm(states)
+        for index, layer in enumerate(dense.layers):
+            normed = layer.input_norm(states)
+            queries = layer.queries(normed, cos, sin)
+            keys, values = context.join(index, *layer.keys_values(normed, cos, sin))
+            states = states + layer.output(attend(queries, keys, values, mask, False, layer.scale))
+            states = states + layer.mlp(layer.mlp_norm(states))
+        return dense.norm(states)
 
 
 def _dflash_value(config: Qwen3Config, key: str) -> Any:

@@ -1,7 +1,7 @@
-"""Pre-allocated key/value caches for targets, with an explicit length.
+"""Pre-allocated key/value caches with an explicit length.
 
 Rolling back is setting the length: nothing is copied, nothing concatenated. Knows the cache interface of
-``transformers`` and nothing of what is decoded.
+``transformers`` and nothing of what is decoded. The three classes differ in where a pass writes and what it sees.
 
 Shapes: B rows, H key/value heads, E head size, Q new positions.
 """
@@ -26,6 +26,7 @@ class _Layer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         _, heads, _, size = key_states.shape
         batch, capacity = self.owner.batch, self.owner.capacity
+        # zeros, not whatever was there: what a mask hides is still multiplied by 0, and 0 x NaN is NaN
         self.keys = key_states.new_zeros(batch, heads, capacity, size)
         self.values = value_states.new_zeros(batch, heads, capacity, value_states.shape[-1])
         self.is_initialized = True
@@ -108,3 +109,28 @@ class RaggedKVCache(KVCache):
         for layer in self.layers:
             assert isinstance(layer, _Layer) and layer.keys is not None and layer.values is not None
             layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+
+
+class StaticKVCache(KVCache):
+    """One row whose new positions are known on the device only, so that a pass has one shape wherever it stands.
+
+    A pass writes at ``positions`` (int64 ``[Q]``, rising by one) and sees the first ``window`` slots; which of them
+    count is for a mask to say. ``length`` is the host's account and addresses nothing, except while ``positions``
+    is None: then the cache works like its base class (prefill).
+    """
+
+    def __init__(self, num_layers: int, capacity: int) -> None:
+        super().__init__(num_layers, capacity)
+        self.positions: Tensor | None = None
+        self.window = capacity
+
+    def reserve(self, positions: int) -> None:
+        """Refuses what does not fit: captured passes hold the buffers' addresses."""
+        assert positions <= self.capacity, f"{positions} positions in a static cache of {self.capacity}"
+
+    def write(self, buffer: Tensor, new_BHQE: Tensor) -> Tensor:
+        """Stores Q new positions and returns the window, ``[1, H, window, E]``."""
+        if self.positions is None:
+            return super().write(buffer, new_BHQE)
+        buffer.index_copy_(2, self.positions, new_BHQE)
+        return buffer[:, :, : self.window]

@@ -1,6 +1,8 @@
 """Runs a target: logits where they are needed, tapped hidden states, an explicit cache.
 
-Knows the model interface of ``transformers``; nothing of drafters, block sizes or sampling.
+Knows the model interface of ``transformers``; nothing of drafters, block sizes or sampling. A dense decoder of a
+known family runs without its module calls (:mod:`blockpilot.models.lean`), checked once against the model's own
+forward; everything else runs as the model does.
 
 Shapes: B rows, Q new positions, P positions whose logits are kept, V vocabulary, D hidden size,
 F tapped features (number of tapped layers x D).
@@ -9,6 +11,7 @@ F tapped features (number of tapped layers x D).
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +22,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from blockpilot.errors import UserError
-from blockpilot.models.kv_cache import KVCache, RaggedKVCache
+from blockpilot.models.kv_cache import KVCache, RaggedKVCache, StaticKVCache
+from blockpilot.models.lean import LeanDecoder, Linear, supports
+
+log = logging.getLogger(__name__)
+
+
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""Largest difference of lean and own forward, as a share of the largest value; half precision: 0.05."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +52,18 @@ class TargetRunner:
     Args:
         model: a causal language model with full attention in every layer.
         layer_ids: layers (from 0) whose outputs a drafter reads; layer ``i``'s output is ``hidden_states[i + 1]``.
+        lean: whether a lean forward may stand in for the model's own where there is one.
 
     Raises:
         UserError: the model cannot roll back (sliding-window or recurrent layers), or a tapped layer does not exist.
     """
 
-    def __init__(self, model: PreTrainedModel, layer_ids: Sequence[int]) -> None:
+    def __init__(self, model: PreTrainedModel, layer_ids: Sequence[int], *, lean: bool = True) -> None:
         self.model = model
+        self.lean = lean
+        self._decoder: LeanDecoder | None = None
+        self._head: Linear | None = None
+        self._agrees: dict[torch.dtype, bool] = {}
         self.layer_ids = tuple(layer_ids)
         self.layers = decoder_layers(model)
         self.head = cast(nn.Linear, model.get_output_embeddings())
@@ -71,10 +86,12 @@ class TargetRunner:
 
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache for one row."""
+        self._look_again()
         return KVCache(len(self.layers), capacity)
 
     def new_ragged_cache(self, capacity: int, batch: int) -> RaggedKVCache:
         """An empty cache for ``batch`` rows of their own length."""
+        self._look_again()
         return RaggedKVCache(len(self.layers), capacity, batch)
 
     def forward(self, input_ids_1Q: Tensor, cache: KVCache, *, keep: int = 0, tap: bool = True) -> TargetOutput:
@@ -86,9 +103,13 @@ class TargetRunner:
             keep: logits of the last ``keep`` positions; 0 keeps all.
             tap: whether ``features`` are wanted.
         """
-        start = cache.length
-        positions = torch.arange(start, start + input_ids_1Q.shape[1], device=input_ids_1Q.device)[None]
-        return self._run(input_ids_1Q, cache, positions, None, keep, tap)
+        start, width = cache.length, input_ids_1Q.shape[1]
+        positions = torch.arange(start, start + width, device=self.device)[None]
+        mask = None
+        if self._decoder is not None and start > 0 and width > 1:
+            # what transformers builds for its own forward: block position i sees the slots up to start + i
+            mask = self.embedding.weight.new_full((width, start + width), -torch.inf).triu_(start + 1)
+        return self._run(input_ids_1Q, cache, positions, start + width, mask, keep, tap)
 
     def forward_ragged(
         self, input_ids_RQ: Tensor, cache: RaggedKVCache, rows_R: Tensor, positions_RQ: Tensor, *, keep: int = 0
@@ -97,23 +118,55 @@ class TargetRunner:
         cache.rows, cache.positions = rows_R, positions_RQ
         cache.length = int(positions_RQ.max()) + 1
         slots = torch.arange(cache.length, device=positions_RQ.device)
-        mask = (slots <= positions_RQ[..., None])[:, None]
-        return self._run(input_ids_RQ, cache, positions_RQ, self._explicit_mask(mask), keep, True)
+        mask = self._additive((slots <= positions_RQ[..., None])[:, None])
+        return self._run(input_ids_RQ, cache, positions_RQ, cache.length, mask, keep, True)
 
-    def _explicit_mask(self, mask: Tensor) -> Tensor:
+    def forward_static(
+        self, input_ids_1Q: Tensor, cache: StaticKVCache, positions_Q: Tensor, *, tap: bool = True
+    ) -> TargetOutput:
+        """Runs Q positions that only the device knows: no value is read back, so the pass can be captured.
+
+        Needs a lean forward (:attr:`is_lean`).
+        """
+        assert self._decoder is not None
+        cache.positions = positions_Q
+        mask = self._additive(torch.arange(cache.window, device=self.device) <= positions_Q[:, None])
+        return self._run(input_ids_1Q, cache, positions_Q[None], cache.capacity, mask, 0, tap)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """The target's input embeddings, for a drafter."""
+        return self.embedding(input_ids)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The target's head on a drafter's states, ``[..., D]`` to ``[..., V]``."""
+        return self.head(hidden) if self._head is None else self._head(hidden)
+
+    @property
+    def is_lean(self) -> bool:
+        """Whether the prompt at hand runs without the model's module calls; decided when its cache was made."""
+        return self._decoder is not None
+
+    def _additive(self, mask: Tensor) -> Tensor:
+        """0 where attention is allowed, as low as can be elsewhere."""
         kind = self.model.config._attn_implementation
-        if kind == "sdpa":
-            return mask
-        if kind == "eager":
-            low = torch.finfo(self.embedding.weight.dtype).min
-            return torch.zeros(mask.shape, dtype=self.embedding.weight.dtype, device=mask.device).masked_fill(
-                ~mask, low
+        if kind not in ("sdpa", "eager"):
+            raise UserError(
+                f"model.attention={kind!r} cannot decode a batch of uneven prompts; expected one of sdpa, eager"
             )
-        raise UserError(
-            f"model.attention={kind!r} cannot decode a batch of uneven prompts; expected one of sdpa, eager"
-        )
+        # not -inf: a row of nothing but -inf has no softmax, and the models' own masks avoid it too
+        weight = self.embedding.weight
+        return weight.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(weight.dtype).min)
 
     def _run(
+        self, input_ids: Tensor, cache: KVCache, positions: Tensor, end: int, mask: Tensor | None, keep: int, tap: bool
+    ) -> TargetOutput:
+        if self._decoder is None:
+            return self._run_module(input_ids, cache, positions, mask, keep, tap)
+        hidden, tapped = self._decoder(input_ids, positions, end, cache, mask, self.layer_ids if tap else ())
+        kept = hidden[:, -keep:]
+        return TargetOutput(self.logits(kept), kept, torch.cat(tapped, dim=-1) if tap else None)
+
+    def _run_module(
         self, input_ids: Tensor, cache: KVCache, positions: Tensor, mask: Tensor | None, keep: int, tap: bool
     ) -> TargetOutput:
         with self._capture(tap) as captured:
@@ -127,6 +180,38 @@ class TargetRunner:
             )
         features = torch.cat([captured[i] for i in self.layer_ids], dim=-1) if tap else None
         return TargetOutput(output.logits, captured["hidden"], features)
+
+    def _look_again(self) -> None:
+        """Decides for the next prompt: hooks and adapters come and go, weights are moved."""
+        decoder = None
+        if self.lean and supports(self.model):
+            self._head = Linear(self.head)
+            decoder = LeanDecoder(self.model, self._decoder)
+            dtype = self.embedding.weight.dtype
+            if dtype not in self._agrees:
+                self._agrees[dtype] = self._gives_the_same(decoder)
+                if not self._agrees[dtype]:
+                    log.warning("%s runs its own forward: the lean one gives other logits", type(self.model).__name__)
+            decoder = decoder if self._agrees[dtype] else None
+        self._decoder = decoder
+        self._head = None if decoder is None else self._head
+
+    def _gives_the_same(self, decoder: LeanDecoder) -> bool:
+        """Both forwards on a made-up text, in two passes as decoding makes them: logits and tapped states."""
+        weight = self.embedding.weight
+        tokens = torch.arange(11, device=weight.device)[None] * 7919 % weight.shape[0]
+        found: list[list[Tensor]] = []
+        for self._decoder in (None, decoder):
+            cache = KVCache(len(self.layers), tokens.shape[1])
+            first = self.forward(tokens[:, :7], cache)
+            cache.length = 7
+            second = self.forward(tokens[:, 7:], cache)
+            assert first.features is not None and second.features is not None
+            found.append([first.logits, second.logits, first.features, second.features])
+        tolerance = _TOLERANCES.get(weight.dtype, 0.05)
+        return all(
+            bool((lean - own).abs().max() <= tolerance * own.abs().max()) for own, lean in zip(*found, strict=True)
+        )
 
     @contextmanager
     def _capture(self, tap: bool) -> Iterator[dict[int | str, Tensor]]:

@@ -150,12 +150,13 @@ class _Wave:
         """Every prompt's context keys and values, projected once; a chain sees those before its anchor."""
         drafter = self.pair.drafter
         longest = min(max((len(t.features) for t in kept), default=0), self.pair.max_drafter_positions)
-        context = drafter.allocate(len(kept), longest)
+        # with room for one step of all blocks behind
+        context = drafter.allocate(len(kept), longest + len(self.block_of))
         context.length = longest
         for row, t in enumerate(kept):
             features = t.features[None, :longest]
             positions = torch.arange(features.shape[1], device=features.device)[None]
-            for layer, (keys, values) in enumerate(drafter.project_context(features, positions)):
+            for layer, (keys, values) in enumerate(drafter.project_context(features, positions, longest)):
                 context.keys[layer][row, :, : features.shape[1]] = keys[0]
                 context.values[layer][row, :, : features.shape[1]] = values[0]
         return context
@@ -198,8 +199,8 @@ class _Wave:
         # a column must see something, or its softmax is NaN: itself
         within = within | torch.eye(len(self.block_of), dtype=torch.bool, device=pair.device)
         mask = torch.cat([before, within], dim=2)[:, None]
-        states = pair.drafter(pair.runner.embedding(ids), positions_PQ.clamp(max=limit - 1), self.context, mask)
-        drafts = pair.runner.head(states[:, ~is_anchor]).argmax(dim=-1)
+        states = pair.drafter(pair.runner.embed(ids), positions_PQ.clamp(max=limit - 1), self.context, mask)
+        drafts = pair.runner.logits(states[:, ~is_anchor]).argmax(dim=-1)
         truth = self.tokens.gather(1, positions_PQ[:, ~is_anchor])
         right = (drafts == truth) & inside_PQ[:, ~is_anchor]
         return self._leading(right)
