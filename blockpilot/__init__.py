@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from blockpilot import oracle
-    from blockpilot.decoding import BlockSizePolicy, Generation, Prefill, Round, generate
+    from blockpilot.decoding import BlockSizePolicy, Generation, Prefill, Round, custom_generate, generate
     from blockpilot.errors import UserError
     from blockpilot.models import Pair, load_pair
     from blockpilot.policies import FixedPolicy, OraclePolicy, PredictorPolicy, RandomPolicy, load_policy
@@ -28,6 +28,7 @@ _HOMES = {
     "RandomPolicy": "policies",
     "Round": "decoding",
     "UserError": "errors",
+    "custom_generate": "decoding",
     "generate": "decoding",
     "load_pair": "models",
     "load_policy": "policies",
@@ -45,6 +46,7 @@ __all__ = [
     "RandomPolicy",
     "Round",
     "UserError",
+    "custom_generate",
     "generate",
     "load_pair",
     "load_policy",
