@@ -6,21 +6,12 @@ Pairs of runs in one process, taking turns; prints the median seconds of each an
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import time
-from collections.abc import Callable
 
 import torch
+from shared import seconds, tiny_prompts
 
 import blockpilot as bp
-from blockpilot.config import ROOT
-
-
-def seconds(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
 
 
 def main() -> None:
@@ -29,9 +20,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     pair = bp.load_pair("tiny")
-    lines = (ROOT / "data/prompts/tiny_test.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [row for row in map(json.loads, lines) if len(row["turns"]) == 1][: args.prompts]
-    prompts = [pair.encode(row["turns"]) for row in rows]
+    prompts = tiny_prompts(pair, args.prompts)
     print(f"{len(prompts)} prompts, 160 new tokens, T = 0, fp32, {torch.get_num_threads()} threads, {pair.device}")
     print("| candidates | enumerate s | replay s | ratio |\n| --- | --- | --- | --- |")
     for sizes in (range(14, 19), range(13, 20)):

@@ -1,0 +1,48 @@
+"""What the benchmarks share: the embedded pair's prompts, a stopwatch, and the line that names the machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+import blockpilot as bp
+from blockpilot.config import ROOT
+
+
+def tiny_prompts(pair: bp.Pair, count: int) -> list[list[int]]:
+    """The first ``count`` single-turn test prompts of the embedded pair, encoded."""
+    lines = (ROOT / "data/prompts/tiny_test.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if len(row["turns"]) == 1][:count]
+    return [pair.encode(row["turns"]) for row in rows]
+
+
+def seconds(work: Callable[[], object], device: torch.device | None = None) -> float:
+    """Wall-clock seconds of ``work``; on a GPU, until all it asked for is done."""
+    synchronize = torch.cuda.synchronize if device is not None and device.type == "cuda" else lambda: None
+    synchronize()
+    began = time.perf_counter()
+    work()
+    synchronize()
+    return time.perf_counter() - began
+
+
+def machine(packages: Sequence[str] = ("torch", "transformers")) -> str:
+    """Processor, threads, load, GPU if any, versions and date, in one line."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown CPU")
+    gpu = [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
+    parts = [
+        f"{model}, {torch.get_num_threads()} of {os.cpu_count()} threads, load {os.getloadavg()[0]:.1f}",
+        *gpu,
+        *(f"{name} {version(name)}" for name in packages),
+        date.today().isoformat(),
+    ]
+    return "; ".join(parts)
