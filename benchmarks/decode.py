@@ -19,9 +19,10 @@ import argparse
 import ctypes
 import gc
 import multiprocessing
+import os
 import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -29,32 +30,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shared import machine, seconds, tiny_prompts
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
+from engines import Subject, engine, subject
+from shared import CLOCKS, Clock, machine, seconds
 
 import blockpilot as bp
 from blockpilot.config import PredictorConfig
 
-Engine = Callable[[Sequence[int]], list[int]]
-"""Prompt to output tokens."""
-
-SECTIONS = ("tiny", "smollm2", "autoregressive", "policy", "memory")
-MEMORY_RUNS = 3
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is decoded: a pair, prompts, and when to stop."""
-
-    pair: bp.Pair
-    prompts: list[list[int]]
-    max_new_tokens: int
-    stop_token_ids: tuple[int, ...]
+MOST_MEMORY_RUNS = 3
+"""Processes start slowly, and their peaks hardly differ."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One cell: a median with its quartiles, and what each engine did."""
+    """A median with its quartiles, and what each engine did."""
 
     median: float
     low: float
@@ -64,111 +52,36 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Speed:
-    """A row that compares tokens per second."""
+class Row:
+    """One line of the table."""
 
-    section: str
     model: str
     block_size: int
+    what: str
+    """``speed``, ``policy``, ``peak memory`` or ``memory growth``."""
     peer: str
     goal: float
 
+    @property
+    def words(self) -> set[str]:
+        """What ``--rows`` may name it by."""
+        return {self.model, f"b={self.block_size}", *self.what.split(), self.peer} - {""}
 
-SPEEDS = (
-    Speed("tiny", "tiny", 16, "dflash", 2.0),
-    *(Speed("tiny", "tiny", b, "dflash", 1.5) for b in (1, 4, 8)),
-    *(Speed("smollm2", "smollm2", b, "dflash", 1.15) for b in (4, 8, 16)),
-    *(Speed("autoregressive", model, 1, "transformers", 1.0) for model in ("tiny", "smollm2")),
+
+ROWS = (
+    Row("tiny", 16, "speed", "dflash", 2.0),
+    *(Row("tiny", b, "speed", "dflash", 1.5) for b in (1, 4, 8)),
+    *(Row("smollm2", b, "speed", "dflash", 1.15) for b in (4, 8, 16)),
+    *(Row(model, 1, "speed", "transformers", 1.0) for model in ("tiny", "smollm2")),
+    Row("tiny", 16, "policy", "", 1.0),
+    *(Row(m, 16, w, "dflash", 1.0) for m in ("smollm2", "tiny") for w in ("peak memory", "memory growth")),
 )
-
-
-# --- what is decoded
-
-
-@cache
-def subject(model: str, device: str, num_prompts: int) -> Subject:
-    """``tiny``: the embedded pair. ``smollm2``: random weights in the shape of SmolLM2-135M. fp32 on a CPU, else bf16."""
-    dtype = "float32" if device == "cpu" else "bfloat16"
-    if model == "tiny":
-        pair = bp.load_pair("tiny", dtype=dtype, device=device)
-        return Subject(pair, tiny_prompts(pair, num_prompts), 160, pair.stop_token_ids)
-    pair = _smollm2(getattr(torch, dtype), device)
-    prompt = torch.randint(pair.vocab_size, (256,), generator=torch.Generator().manual_seed(0)).tolist()
-    return Subject(pair, [prompt], 128, ())
-
-
-def _smollm2(dtype: torch.dtype, device: str) -> bp.Pair:
-    """SmolLM2-135M's shape and a two-layer drafter, B = 8; weights are normal with deviation 0.02, seeded."""
-    from blockpilot.models import DFlashDrafter
-
-    shape: dict[str, Any] = {
-        "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9,
-        "num_key_value_heads": 3, "head_dim": 64, "max_position_embeddings": 8192, "initializer_range": 0.02,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0}, "tie_word_embeddings": True,
-        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-    }  # fmt: skip
-    torch.manual_seed(0)
-    target = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=30, rms_norm_eps=1e-5))
-    taps = {"mask_token_id": 0, "target_layer_ids": [1, 10, 19, 28]}
-    drafter = DFlashDrafter(
-        Qwen3Config(**shape, num_hidden_layers=2, block_size=8, num_target_layers=30, dflash_config=taps)
-    )
-    tokenizer = bp.load_pair("tiny", device="cpu").tokenizer  # a pair needs one; these prompts are token ids already
-    return bp.load_pair(target=target.to(dtype), drafter=drafter.to(dtype), tokenizer=tokenizer, device=device)
-
-
-# --- who decodes
-
-
-def engine(name: str, given: Subject, block_size: int) -> Engine:
-    """``blockpilot``, ``dflash`` or ``transformers`` on the pair of ``given``."""
-    return {"blockpilot": _blockpilot, "dflash": _dflash, "transformers": _transformers}[name](given, block_size)
-
-
-def _blockpilot(given: Subject, block_size: int) -> Engine:
-    policy = bp.FixedPolicy(block_size)
-    return lambda prompt: bp.generate(
-        given.pair, prompt, policy, max_new_tokens=given.max_new_tokens, stop_token_ids=given.stop_token_ids
-    ).output_ids
-
-
-def _dflash(given: Subject, block_size: int) -> Engine:
-    from dflash.model import DFlashDraftModel, dflash_generate
-
-    drafter = DFlashDraftModel(given.pair.drafter.config)
-    drafter.load_state_dict(given.pair.drafter.state_dict(), assign=True)
-    drafter.to(given.pair.device).eval()  # type: ignore[arg-type]
-    stops = list(given.stop_token_ids) or None
-
-    def run(prompt: Sequence[int]) -> list[int]:
-        ids: Any = torch.tensor([list(prompt)], device=given.pair.device)
-        output: Any = dflash_generate(
-            drafter, given.pair.target, ids, given.max_new_tokens, stops, block_size=block_size
-        )
-        return output[0, len(prompt) :].tolist()
-
-    return run
-
-
-def _transformers(given: Subject, block_size: int) -> Engine:
-    assert block_size == 1, "generate of transformers is compared at b = 1"
-    target: Any = given.pair.target
-    options = {"do_sample": False, "use_cache": True, "max_new_tokens": given.max_new_tokens, "pad_token_id": 0}
-
-    def run(prompt: Sequence[int]) -> list[int]:
-        ids = torch.tensor([list(prompt)], device=given.pair.device)
-        output = target.generate(
-            ids, attention_mask=torch.ones_like(ids), eos_token_id=list(given.stop_token_ids) or None, **options
-        )
-        return output[0, len(prompt) :].tolist()
-
-    return run
 
 
 # --- rows
 
 
-def compare(row: Speed, given: Subject, repeats: int) -> Figure:
+def compare(row: Row, given: Subject, repeats: int, clock: Clock) -> Figure:
     """Ratio of tokens per second over the peer.
 
     Raises:
@@ -185,7 +98,7 @@ def compare(row: Speed, given: Subject, repeats: int) -> Figure:
         totals = [0.0, 0.0]
         for index, prompt in enumerate(given.prompts):
             for which in ((0, 1), (1, 0))[(repeat + index) % 2]:
-                totals[which] += seconds(lambda run=engines[which], p=prompt: run(p), given.pair.device)
+                totals[which] += seconds(lambda run=engines[which], p=prompt: run(p), given.pair.device, clock)
         for which in (0, 1):
             rates[which].append(counts[which] / totals[which])
     ratios = [a / b for a, b in zip(*rates, strict=True)]
@@ -229,15 +142,19 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 # --- memory
 
 
-def memory(model: str, block_size: int, device: str, threads: int) -> tuple[Figure, Figure]:
-    """Peak of the process, and its growth while decoding: ours over DFlash's."""
+@cache
+def memory(
+    model: str, block_size: int, device: str, threads: int, max_new_tokens: int | None, runs: int
+) -> dict[str, Figure]:
+    """Ours over DFlash's: the peak of the process, and how far it lies above what was held before decoding."""
     peaks: list[list[float]] = []
     growths: list[list[float]] = []
-    for _ in range(MEMORY_RUNS):
-        pairs = [_in_new_process(name, model, block_size, device, threads) for name in ("blockpilot", "dflash")]
+    for _ in range(runs):
+        arguments = (model, block_size, device, threads, max_new_tokens)
+        pairs = [_in_new_process(name, *arguments) for name in ("blockpilot", "dflash")]
         peaks.append([peak for peak, _ in pairs])
         growths.append([growth for _, growth in pairs])
-    return _memory_figure(peaks), _memory_figure(growths)
+    return {"peak memory": _memory_figure(peaks), "memory growth": _memory_figure(growths)}
 
 
 def _memory_figure(runs: list[list[float]]) -> Figure:
@@ -250,10 +167,12 @@ def _in_new_process(*arguments: Any) -> tuple[float, float]:
         return pool.submit(_peak, *arguments).result()
 
 
-def _peak(name: str, model: str, block_size: int, device: str, threads: int) -> tuple[float, float]:
+def _peak(
+    name: str, model: str, block_size: int, device: str, threads: int, max_new_tokens: int | None
+) -> tuple[float, float]:
     """MiB at the peak of one decode, and above what was held before it. Runs in a process of its own."""
     torch.set_num_threads(threads)
-    given = subject(model, device, 1)
+    given = subject(model, device, 1, max_new_tokens)
     run = engine(name, given, block_size)
     run(given.prompts[0][:8])  # thread pools and lazily made buffers belong to no decode
     gc.collect()
@@ -280,43 +199,35 @@ def _status_mib(field: str) -> float:
 # --- the table
 
 
-def table(args: argparse.Namespace) -> Iterator[str]:
-    """Lines of the table, each as soon as it is measured."""
-    yield "| what | peer | goal | CPU fp32 | reached | ours | peer's | GPU bf16 |"
-    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
-
-    def line(what: str, peer: str, goal: float, at_most: bool, figures: Sequence[Figure | None]) -> str:
-        unit, sign = ("%", "<=") if not peer else ("x", "<=" if at_most else ">=")
-        cells = [
-            "not measured" if f is None else f"{f.median:.2f}{unit} ({f.low:.2f} to {f.high:.2f})" for f in figures
-        ]
-        shown = figures[0] or figures[1]
-        assert shown is not None
-        reached = "yes" if (shown.median <= goal if at_most else shown.median >= goal) else "no"
-        values = [what, peer, f"{sign} {goal:g}{unit}", cells[0], reached, shown.ours, shown.peer, cells[1]]
-        return "| " + " | ".join(values) + " |"
-
-    def on_each(measure: Callable[[str], Any]) -> list[Any]:
-        return [measure(device) if device in args.devices else None for device in ("cpu", "cuda")]
-
-    for row in SPEEDS:
-        if row.section in args.rows:
-            figures = on_each(lambda d, row=row: compare(row, subject(row.model, d, args.prompts), args.repeats))
-            yield line(f"{row.model}, b={row.block_size}: tokens/s", row.peer, row.goal, False, figures)
-    if "policy" in args.rows:
-        figures = on_each(lambda d: policy_share(subject("tiny", d, args.prompts), args.repeats))
-        yield line("tiny: choosing b, share of decode time", "", 1.0, True, figures)
-    for model in ("smollm2", "tiny") if "memory" in args.rows else ():
-        both = on_each(lambda d, model=model: memory(model, 16, d, args.threads))
-        for index, what in enumerate(("peak of the process", "growth while decoding")):
-            figures = [None if pair is None else pair[index] for pair in both]
-            yield line(f"{model}, b=16: memory, {what}", "dflash", 1.0, True, figures)
+def measure(row: Row, device: str, args: argparse.Namespace) -> Figure:
+    """The row's figure on one device."""
+    if "memory" in row.words:
+        runs = min(args.repeats, MOST_MEMORY_RUNS)
+        return memory(row.model, row.block_size, device, args.threads, args.max_new_tokens, runs)[row.what]
+    given = subject(row.model, device, args.prompts, args.max_new_tokens)
+    if row.what == "policy":
+        return policy_share(given, args.repeats)
+    return compare(row, given, args.repeats, CLOCKS[args.clock])
 
 
-def profile(row: str, num_prompts: int) -> str:
+def line(row: Row, cpu: Figure | None, gpu: Figure | None) -> str:
+    """The row as Markdown."""
+    unit, faster = "%" if row.what == "policy" else "x", row.what == "speed"
+    cells = ["not measured" if f is None else f"{f.median:.2f}{unit} ({f.low:.2f} to {f.high:.2f})" for f in (cpu, gpu)]
+    shown = cpu or gpu
+    assert shown is not None
+    reached = "yes" if (shown.median >= row.goal if faster else shown.median <= row.goal) else "no"
+    values = [
+        f"{row.model}, b={row.block_size}: {row.what}", row.peer, f"{'>=' if faster else '<='} {row.goal:g}{unit}",
+        cells[0], reached, shown.ours, shown.peer, cells[1],
+    ]  # fmt: skip
+    return "| " + " | ".join(values) + " |"
+
+
+def profile(row: str, max_new_tokens: int | None) -> str:
     """Where our engine's CPU time goes on one prompt of ``MODEL:B``, by operator."""
     model, block_size = row.split(":")
-    given = subject(model, "cpu", num_prompts)
+    given = subject(model, "cpu", 1, max_new_tokens)
     run = engine("blockpilot", given, int(block_size))
     run(given.prompts[0])
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
@@ -325,23 +236,35 @@ def profile(row: str, num_prompts: int) -> str:
 
 
 def main() -> None:
+    words = sorted(set().union(*(row.words for row in ROWS)))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--rows", nargs="+", choices=words, default=[], metavar="WORD",
+                        help=f"rows that have all of these words, out of: {', '.join(words)}")  # fmt: skip
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=8, help="of the embedded pair; smollm2 has one")
+    parser.add_argument("--max-new-tokens", type=int, help="default: 160, smollm2 128")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CPU, and GPU if any")
+    parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall",
+                        help="cpu: seconds of this process alone, to compare CPU engines on a busy machine; "
+                        "take --threads 1 with it, since threads that wait for each other count")  # fmt: skip
     parser.add_argument("--profile", metavar="MODEL:B", help="a profile of our engine instead, such as tiny:16")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    args.devices = {"auto": ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)}.get(args.device, (args.device,))
+    devices = {"auto": ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)}.get(args.device, (args.device,))
     print(machine(("torch", "transformers", "dflash")))
     if args.profile:
-        print(profile(args.profile, args.prompts))
+        print(profile(args.profile, args.max_new_tokens))
         return
-    print(f"T = 0; repeats: {args.repeats}; quartiles in brackets\n")
-    for text in table(args):
-        print(text, flush=True)
+    repeats = f"{args.repeats} repeats (memory: at most {MOST_MEMORY_RUNS})"
+    print(f"T = 0, {args.clock} clock; medians and quartiles of {repeats}\n")
+    print("| what | peer | goal | CPU fp32 | reached | ours | peer's | GPU bf16 |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for row in ROWS:
+        if set(args.rows) <= row.words:
+            figures = [measure(row, device, args) if device in devices else None for device in ("cpu", "cuda")]
+            print(line(row, *figures), flush=True)
+    print(f"\nload at the end: {os.getloadavg()[0]:.1f}")
 
 
 if __name__ == "__main__":

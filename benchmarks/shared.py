@@ -15,6 +15,10 @@ import torch
 import blockpilot as bp
 from blockpilot.config import ROOT
 
+Clock = Callable[[], float]
+
+CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
+
 
 def tiny_prompts(pair: bp.Pair, count: int) -> list[list[int]]:
     """The first ``count`` single-turn test prompts of the embedded pair, encoded."""
@@ -23,14 +27,14 @@ def tiny_prompts(pair: bp.Pair, count: int) -> list[list[int]]:
     return [pair.encode(row["turns"]) for row in rows]
 
 
-def seconds(work: Callable[[], object], device: torch.device | None = None) -> float:
-    """Wall-clock seconds of ``work``; on a GPU, until all it asked for is done."""
+def seconds(work: Callable[[], object], device: torch.device | None = None, clock: Clock = time.perf_counter) -> float:
+    """Seconds of ``work``; on a GPU, until all it asked for is done."""
     synchronize = torch.cuda.synchronize if device is not None and device.type == "cuda" else lambda: None
     synchronize()
-    began = time.perf_counter()
+    began = clock()
     work()
     synchronize()
-    return time.perf_counter() - began
+    return clock() - began
 
 
 def machine(packages: Sequence[str] = ("torch", "transformers")) -> str:

@@ -1,0 +1,54 @@
+"""The decoding benchmark runs, compares equal outputs, and prints a row for everything it was asked for."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from .conftest import ROOT
+
+ROWS = [
+    *(f"tiny, b={b}: speed" for b in (16, 1, 4, 8, 1)),
+    "tiny, b=16: policy",
+    "tiny, b=16: peak memory",
+    "tiny, b=16: memory growth",
+]
+
+
+def benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "benchmarks/decode.py", "--threads", "1", "--device", "cpu", *arguments],
+        cwd=ROOT, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("dflash") is None, reason="needs the dflash package")
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is measured on Linux")
+def test_decode_benchmark_prints_every_row() -> None:
+    done = benchmark("--rows", "tiny", "--repeats", "1", "--prompts", "1", "--max-new-tokens", "24")
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("| ")]
+    header, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "---" not in line]
+    assert header == ["what", "peer", "goal", "CPU fp32", "reached", "ours", "peer's", "GPU bf16"]
+    assert [row[0] for row in rows] == ROWS
+    assert [row[1] for row in rows] == [*["dflash"] * 4, "transformers", "", *["dflash"] * 2]
+    for row in rows:
+        found = re.fullmatch(r"(\d+\.\d\d)[x%] \((\d+\.\d\d) to (\d+\.\d\d)\)", row[3])
+        assert found is not None, row
+        median, low, high = map(float, found.groups())
+        assert 0 < low <= median <= high
+        goal = float(row[2].split()[1].rstrip("x%"))
+        if abs(median - goal) > 0.005:  # the printed figure is rounded
+            assert row[4] == ("yes" if (median > goal) == row[2].startswith(">=") else "no"), row
+        assert row[7] == "not measured"
+
+
+def test_profile_names_operators() -> None:
+    done = benchmark("--profile", "tiny:4", "--max-new-tokens", "4")
+    assert done.returncode == 0, done.stderr
+    assert "aten::" in done.stdout and "Self CPU" in done.stdout
