@@ -121,6 +121,11 @@ def generate(
     return _Decoding(pair, task, on_tokens).run(policy)
 
 
+def rounds_for(pair: Pair, task: Task) -> Rounds:
+    """The fastest rounds this pair can have where it is."""
+    return Rounds(pair, task)
+
+
 def check_prompt(pair: Pair, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:
     """The prompt as plain numbers; raises ``UserError`` unless it can be decoded."""
     if isinstance(prompt_ids, str) or not hasattr(prompt_ids, "__len__"):
@@ -148,7 +153,7 @@ class _Decoding:
 
     def run(self, policy: BlockSizePolicy) -> Generation:
         started = self._clock()
-        rounds = Rounds(self.pair, self.task)
+        rounds = rounds_for(self.pair, self.task)
         out, first_token = rounds.prefill()
         decoding = self._clock()
         self._emit([first_token])

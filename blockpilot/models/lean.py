@@ -220,7 +220,7 @@ class LeanDecoder:
         for index, layer in enumerate(self.layers):
             normed = layer.input_norm(states)
             queries = layer.queries(normed, cos, sin)
-            keys, values = cache.layers[index].update(*layer.keys_values(normed, cos, sin))
+            keys, values = cache.update(*layer.keys_values(normed, cos, sin), index)
             attended = attend(queries, keys, values, mask, causal, layer.scale)
             states = states + layer.output(attended)
             states = states + layer.mlp(layer.mlp_norm(states))
