@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blockpilot.decoding.sampling import Sampling, draw_tokens, signed_prompt_key
+from blockpilot.decoding.sampling import Sampling, draw_tokens, most_likely, signed_prompt_key
 from blockpilot.decoding.verify import block_width, settle
 from blockpilot.models.drafter import DrafterContext
 from blockpilot.models.kv_cache import KVCache
@@ -53,7 +53,6 @@ class Rounds:
         self.pair, self.task = pair, task
         self.key = torch.tensor([signed_prompt_key(task.prompt_ids)], device=pair.device)
         self.stop_ids = torch.tensor(sorted(task.stop_ids), dtype=torch.int64, device=pair.device)
-        self.masks = torch.full((1, 1), pair.mask_token_id, device=pair.device)
         self.drafting = False
         self.committed = 0
         self.cache = self._new_cache()
@@ -98,10 +97,11 @@ class Rounds:
         """The anchor and the drafter's tokens for the positions behind it, int64 ``[1, width]``."""
         assert self.context is not None
         pair, anchor = self.pair, self.cache.length
-        ids = torch.cat([self.anchor[None], self.masks.expand(-1, width - 1)], dim=1)
+        ids = self.anchor.new_full((1, width), pair.mask_token_id)
+        ids[:, :1] = self.anchor
         positions = torch.arange(anchor, anchor + width, device=pair.device)[None]
         states = pair.drafter(pair.runner.embed(ids), positions, self.context)
-        return torch.cat([self.anchor[None], pair.runner.logits(states[:, 1:]).argmax(dim=-1)], dim=1)
+        return torch.cat([self.anchor[None], most_likely(pair.runner.logits(states[:, 1:]))], dim=1)
 
     def verify(self, block_1N: Tensor) -> TargetOutput:
         """The target's pass over the block."""
@@ -130,7 +130,7 @@ class Rounds:
         """The target's tokens at output positions ``place, place + 1, ...``."""
         sampling = self.task.sampling
         if sampling.greedy:
-            return logits_NV.argmax(dim=-1)
+            return most_likely(logits_NV)
         places = torch.arange(place, place + len(logits_NV), device=logits_NV.device)
         return draw_tokens(logits_NV, sampling, self.key.expand(len(places)), places)
 

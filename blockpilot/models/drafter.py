@@ -33,6 +33,8 @@ class DrafterContext:
     keys: list[Tensor]
     values: list[Tensor]
     length: int = 0
+    weights: DrafterWeights | None = None
+    """The drafter's, as they were when the context was made; without them a pass takes them as they are."""
 
     @property
     def capacity(self) -> int:
@@ -110,14 +112,21 @@ class DFlashLayer(nn.Module):
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
 
-class _Dense:
-    """The weights in the form the formulas take them."""
+class DrafterWeights:
+    """A drafter's weights, by reference, in the form the formulas take them."""
 
     def __init__(self, drafter: DFlashDrafter) -> None:
-        self.layers = [DenseLayer.of(layer) for layer in drafter.layers]
+        self.layers = [DenseLayer(layer) for layer in drafter.layers]
         self.fuse = Linear(drafter.fc)
-        self.hidden_norm, self.norm = Norm.of(drafter.hidden_norm), Norm.of(drafter.norm)
-        self.rotary = Rotary(drafter.rotary_emb)
+        self.hidden_norm, self.norm = Norm(drafter.hidden_norm), Norm(drafter.norm)
+
+    def context(
+        self, features_BTF: Tensor, positions_BT: Tensor, end: int, rotary: Rotary
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of context positions per layer; see :meth:`DFlashDrafter.project_context`."""
+        context_BTD = self.hidden_norm(self.fuse(features_BTF.to(self.fuse.weight.dtype)))
+        cos, sin = rotary.at(positions_BT, context_BTD, end)
+        return [layer.keys_values(context_BTD, cos, sin) for layer in self.layers]
 
 
 class DFlashDrafter(PreTrainedModel):
@@ -148,24 +157,24 @@ class DFlashDrafter(PreTrainedModel):
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.post_init()
-        self._dense_of: tuple[int, _Dense] | None = None
+        self._rotary: Rotary | None = None
 
-    def _dense(self) -> _Dense:
-        # moving a model or giving it other weights puts its tensors elsewhere
-        place = self.fc.weight.data_ptr()
-        if self._dense_of is None or self._dense_of[0] != place:
-            self._dense_of = (place, _Dense(self))
-        return self._dense_of[1]
+    @property
+    def rotary(self) -> Rotary:
+        """Angles of all positions."""
+        if self._rotary is None:
+            self._rotary = Rotary(self.rotary_emb)
+        return self._rotary
 
     def allocate(self, batch: int, capacity: int) -> DrafterContext:
         """An empty context for ``batch`` prompts of at most ``capacity`` positions, on this model's device."""
         keys, values = self._empty(batch, capacity)
-        return DrafterContext(keys, values)
+        return DrafterContext(keys, values, weights=DrafterWeights(self))
 
     def allocate_static(self, capacity: int) -> StaticContext:
         """An empty context for one prompt, whose buffers keep their addresses."""
         keys, values = self._empty(1, capacity)
-        return StaticContext(keys, values, window=capacity)
+        return StaticContext(keys, values, weights=DrafterWeights(self), window=capacity)
 
     def _empty(self, batch: int, capacity: int) -> tuple[list[Tensor], list[Tensor]]:
         size = self.config.head_dim or self.config.hidden_size // self.config.num_attention_heads
@@ -181,16 +190,14 @@ class DFlashDrafter(PreTrainedModel):
             positions_BT: int64, all below ``end``.
             end: above every position (what the host may know when only the device knows the positions).
         """
-        dense = self._dense()
-        context_BTD = dense.hidden_norm(dense.fuse(features_BTF.to(self.fc.weight.dtype)))
-        cos, sin = dense.rotary.at(positions_BT, context_BTD, end)
-        return [layer.keys_values(context_BTD, cos, sin) for layer in dense.layers]
+        return DrafterWeights(self).context(features_BTF, positions_BT, end, self.rotary)
 
     def extend(self, context: DrafterContext, features_BTF: Tensor) -> None:
         """Append features of the next T positions to ``context``, in place."""
         start, end = context.length, context.length + features_BTF.shape[1]
         positions = torch.arange(start, end, device=features_BTF.device)[None]
-        for index, (keys, values) in enumerate(self.project_context(features_BTF, positions, end)):
+        weights = context.weights or DrafterWeights(self)
+        for index, (keys, values) in enumerate(weights.context(features_BTF, positions, end, self.rotary)):
             context.store(index, keys, values)
         context.length = end
 
@@ -207,18 +214,18 @@ class DFlashDrafter(PreTrainedModel):
             mask: boolean, broadcastable to ``[B, 1, Q, length + Q]``, True where attention is allowed;
                 None lets every query see the whole context and every block position.
         """
-        dense = self._dense()
+        weights = context.weights or DrafterWeights(self)
         # a block stands behind its context, so this is above every position
         end = context.capacity + embeddings_BQD.shape[1]
-        cos, sin = dense.rotary.at(positions_BQ, embeddings_BQD, end)
+        cos, sin = self.rotary.at(positions_BQ, embeddings_BQD, end)
         states = embeddings_BQD
-        for index, layer in enumerate(dense.layers):
+        for index, layer in enumerate(weights.layers):
             normed = layer.input_norm(states)
-            queries = layer.queries(normed, cos, sin)
-            keys, values = context.join(index, *layer.keys_values(normed, cos, sin))
+            queries, keys, values = layer.project(normed, cos, sin)
+            keys, values = context.join(index, keys, values)
             states = states + layer.output(attend(queries, keys, values, mask, False, layer.scale))
             states = states + layer.mlp(layer.mlp_norm(states))
-        return dense.norm(states)
+        return weights.norm(states)
 
 
 def _dflash_value(config: Qwen3Config, key: str) -> Any:

@@ -10,8 +10,7 @@ Shapes: B rows, Q new positions, D hidden size, H heads, K key/value heads, E he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -62,24 +61,23 @@ class Linear:
 class Norm:
     """Root-mean-square norm: Zhang and Sennrich 2019, equation 4, computed in fp32."""
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight, self.eps = weight, eps
-        self.shape = weight.shape
-        self.eps_tensor = torch.tensor(eps)
-
-    @classmethod
-    def of(cls, module: Any) -> Norm:
-        """Of a norm as ``transformers`` builds it."""
-        return cls(module.weight, module.variance_epsilon)
+    def __init__(self, module: Any) -> None:
+        self.weight: Tensor = module.weight
+        self.eps: float = module.variance_epsilon
+        self.eps_tensor = torch.tensor(self.eps)
 
     def __call__(self, states: Tensor) -> Tensor:
         """Over the last dimension; shape and dtype stay."""
+        return self.scaled(states, self.weight)
+
+    def scaled(self, states: Tensor, weight: Tensor) -> Tensor:
+        """With another weight than its own, broadcast over the last dimensions."""
         if states.dtype != torch.float32 or states.device.type != "cpu":
-            return F.rms_norm(states, self.shape, self.weight, self.eps)
+            return F.rms_norm(states, states.shape[-1:], eps=self.eps) * weight
         # on a CPU F.rms_norm is a chain of its own steps, at twice the time of this one
         length = torch.linalg.vector_norm(states, dim=-1, keepdim=True)
-        scale = torch.addcmul(self.eps_tensor, length, length, value=1 / self.shape[0]).rsqrt()
-        return states * scale * self.weight
+        scale = torch.addcmul(self.eps_tensor, length, length, value=1 / states.shape[-1]).rsqrt()
+        return states * scale * weight
 
 
 class Rotary:
@@ -134,48 +132,47 @@ def attend(
     return attended.transpose(1, 2).flatten(2)
 
 
-@dataclass(frozen=True, slots=True)
 class DenseLayer:
-    """The parameters of one decoder layer."""
+    """The parameters of one decoder layer, as its formulas take them.
 
-    input_norm: Norm
-    query: Linear
-    key: Linear
-    value: Linear
-    output: Linear
-    query_norm: Norm | None
-    key_norm: Norm | None
-    mlp_norm: Norm
-    gate: Linear
-    up: Linear
-    down: Linear
-    head_size: int
-    scale: float
+    Args:
+        layer: a decoder layer with the parts of Llama's or Qwen's. Its tensors are shared, but for the head norms'
+            weights (``E`` numbers each), which are stacked.
+    """
 
-    @classmethod
-    def of(cls, layer: Any, scale: float | None = None) -> DenseLayer:
-        """Of a decoder layer with the parts of Llama's or Qwen's, whose tensors it shares."""
+    def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        normed = hasattr(attention, "q_norm")
-        return cls(
-            Norm.of(layer.input_layernorm), Linear(attention.q_proj), Linear(attention.k_proj),
-            Linear(attention.v_proj), Linear(attention.o_proj),
-            Norm.of(attention.q_norm) if normed else None, Norm.of(attention.k_norm) if normed else None,
-            Norm.of(layer.post_attention_layernorm), Linear(mlp.gate_proj), Linear(mlp.up_proj),
-            Linear(mlp.down_proj), attention.head_dim, scale or attention.head_dim**-0.5,
-        )  # fmt: skip
+        self.input_norm, self.mlp_norm = Norm(layer.input_layernorm), Norm(layer.post_attention_layernorm)
+        self.query, self.key = Linear(attention.q_proj), Linear(attention.k_proj)
+        self.value, self.output = Linear(attention.v_proj), Linear(attention.o_proj)
+        self.gate, self.up, self.down = Linear(mlp.gate_proj), Linear(mlp.up_proj), Linear(mlp.down_proj)
+        self.head_size: int = attention.head_dim
+        self.scale = self.head_size**-0.5
+        self.head_counts = [len(linear.weight) // self.head_size for linear in (self.query, self.key)]
+        self.query_norm = self.key_norm = None
+        if hasattr(attention, "q_norm"):
+            self.query_norm, self.key_norm = Norm(attention.q_norm), Norm(attention.k_norm)
+            own = zip((self.query_norm, self.key_norm), self.head_counts, strict=True)
+            self.head_weights = torch.cat([norm.weight.expand(count, -1) for norm, count in own])
 
-    def queries(self, normed_BQD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotated queries, ``[B, Q, H, E]``."""
-        queries = self.query(normed_BQD).unflatten(-1, (-1, self.head_size))
-        return rotate(queries if self.query_norm is None else self.query_norm(queries), cos, sin)
+    def project(self, normed_BQD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries ``[B, Q, H, E]`` and keys, and values, both ``[B, K, Q, E]``."""
+        # heads of both kinds side by side: norm and rotation are one chain of steps, not two
+        queries, keys = self.query(normed_BQD), self.key(normed_BQD)
+        heads = torch.cat([queries, keys], dim=-1).unflatten(-1, (-1, self.head_size))
+        if self.query_norm is not None:
+            heads = self.query_norm.scaled(heads, self.head_weights)
+        rotated, keys = rotate(heads, cos, sin).split(self.head_counts, dim=2)
+        return rotated, keys.transpose(1, 2), self._values(normed_BQD)
 
     def keys_values(self, normed_BQD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values, each ``[B, K, Q, E]``."""
+        """Rotated keys, and values, each ``[B, K, Q, E]``."""
         keys = self.key(normed_BQD).unflatten(-1, (-1, self.head_size))
-        values = self.value(normed_BQD).unflatten(-1, (-1, self.head_size))
         keys = rotate(keys if self.key_norm is None else self.key_norm(keys), cos, sin)
-        return keys.transpose(1, 2), values.transpose(1, 2)
+        return keys.transpose(1, 2), self._values(normed_BQD)
+
+    def _values(self, normed_BQD: Tensor) -> Tensor:
+        return self.value(normed_BQD).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
 
     def mlp(self, normed_BQD: Tensor) -> Tensor:
         """Gated MLP, ``[B, Q, D]``."""
@@ -187,16 +184,21 @@ class LeanDecoder:
 
     Args:
         model: one that :func:`supports` says yes to.
-        before: an earlier one of the same model, whose tables of angles are taken over.
     """
 
-    def __init__(self, model: PreTrainedModel, before: LeanDecoder | None = None) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         decoder = cast(Any, model.get_decoder())
         self.embedding: Tensor = decoder.embed_tokens.weight
-        self.layers = [DenseLayer.of(layer, layer.self_attn.scaling) for layer in decoder.layers]
-        self.norm = Norm.of(decoder.norm)
-        known = before is not None and before.rotary.module is decoder.rotary_emb
-        self.rotary = before.rotary if before is not None and known else Rotary(decoder.rotary_emb)
+        self.layers = [DenseLayer(layer) for layer in decoder.layers]
+        self.norm = Norm(decoder.norm)
+        self.rotary = Rotary(decoder.rotary_emb)
+        self.head = Linear(cast(nn.Linear, model.get_output_embeddings()))
+        self._seen = [(module, _state(module)) for module in model.modules()]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the model is as it was: no part replaced, no weight moved or changed, nothing attached."""
+        return all(_state(module) == state for module, state in self._seen)
 
     def __call__(
         self, input_ids_BQ: Tensor, positions_BQ: Tensor, end: int, cache: KVCache, mask: Tensor | None,
@@ -219,8 +221,8 @@ class LeanDecoder:
         tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
             normed = layer.input_norm(states)
-            queries = layer.queries(normed, cos, sin)
-            keys, values = cache.update(*layer.keys_values(normed, cos, sin), index)
+            queries, keys, values = layer.project(normed, cos, sin)
+            keys, values = cache.update(keys, values, index)
             attended = attend(queries, keys, values, mask, causal, layer.scale)
             states = states + layer.output(attended)
             states = states + layer.mlp(layer.mlp_norm(states))
@@ -248,6 +250,16 @@ def supports(model: PreTrainedModel) -> bool:
         and model.config._attn_implementation == "sdpa"
         and cast(Any, model.get_decoder()).rotary_emb.rope_type in _ROPES
     )
+
+
+def _state(module: nn.Module) -> tuple[object, ...]:
+    """All of a module that a lean forward relies on."""
+    return _untouched(module), whereabouts(module._parameters.values()), list(module._modules.values())
+
+
+def whereabouts(parameters: Iterable[Tensor | None]) -> list[object]:
+    """Changes when a tensor is moved, replaced or written to (as far as torch counts that)."""
+    return [p if p is None else (p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters]
 
 
 def _untouched(module: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from blockpilot.errors import UserError
 from blockpilot.models.kv_cache import KVCache, RaggedKVCache, StaticKVCache
-from blockpilot.models.lean import LeanDecoder, Linear, supports
+from blockpilot.models.lean import LeanDecoder, supports
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,6 @@ class TargetRunner:
         self.model = model
         self.lean = lean
         self._decoder: LeanDecoder | None = None
-        self._head: Linear | None = None
         self._agrees: dict[torch.dtype, bool] = {}
         self.layer_ids = tuple(layer_ids)
         self.layers = decoder_layers(model)
@@ -139,7 +138,7 @@ class TargetRunner:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The target's head on a drafter's states, ``[..., D]`` to ``[..., V]``."""
-        return self.head(hidden) if self._head is None else self._head(hidden)
+        return self.head(hidden) if self._decoder is None else self._decoder.head(hidden)
 
     @property
     def is_lean(self) -> bool:
@@ -183,19 +182,20 @@ class TargetRunner:
 
     def _look_again(self) -> None:
         """Decides for the next prompt: hooks and adapters come and go, weights are moved."""
-        decoder = None
-        if self.lean and supports(self.model):
-            self._head = Linear(self.head)
-            decoder = LeanDecoder(self.model, self._decoder)
-            dtype = self.embedding.weight.dtype
-            if dtype not in self._agrees:
-                self._agrees[dtype] = self._gives_the_same(decoder)
-                if not self._agrees[dtype]:
-                    log.warning("%s runs its own forward: the lean one gives other logits", type(self.model).__name__)
-            decoder = decoder if self._agrees[dtype] else None
-        self._decoder = decoder
-        self._head = None if decoder is None else self._head
+        if self._decoder is not None and self.lean and self._decoder.is_current:
+            return
+        self._decoder = None
+        if not self.lean or not supports(self.model):
+            return
+        decoder = LeanDecoder(self.model)
+        dtype = self.embedding.weight.dtype
+        if dtype not in self._agrees:
+            self._agrees[dtype] = self._gives_the_same(decoder)
+            if not self._agrees[dtype]:
+                log.warning("%s runs its own forward: the lean one gives other logits", type(self.model).__name__)
+        self._decoder = decoder if self._agrees[dtype] else None
 
+    @torch.inference_mode()
     def _gives_the_same(self, decoder: LeanDecoder) -> bool:
         """Both forwards on a made-up text, in two passes as decoding makes them: logits and tapped states."""
         weight = self.embedding.weight

@@ -12,11 +12,12 @@ Shapes: P prompts, K candidates, Q = sum of the candidates (all blocks of a prom
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from blockpilot.decoding.sampling import Sampling
+from blockpilot.decoding.sampling import Sampling, most_likely
 from blockpilot.decoding.trajectory import Trajectory, decode_trajectories
 from blockpilot.errors import UserError, integer
 from blockpilot.models.drafter import DrafterContext
@@ -180,9 +181,8 @@ class _Wave:
         self.members = [self.members[i] for i in rows.tolist()]
         for name in ("prompt_lengths", "output_lengths", "anchors", "tokens"):
             setattr(self, name, getattr(self, name)[rows])
-        self.context = DrafterContext(
-            [k[rows] for k in self.context.keys], [v[rows] for v in self.context.values], self.context.length
-        )
+        keys, values = ([kept[rows] for kept in kind] for kind in (self.context.keys, self.context.values))
+        self.context = replace(self.context, keys=keys, values=values)
 
     def _step(self) -> Tensor:
         """Drafts one block per chain; accepted drafts ``[P, K]``."""
@@ -200,7 +200,7 @@ class _Wave:
         within = within | torch.eye(len(self.block_of), dtype=torch.bool, device=pair.device)
         mask = torch.cat([before, within], dim=2)[:, None]
         states = pair.drafter(pair.runner.embed(ids), positions_PQ.clamp(max=limit - 1), self.context, mask)
-        drafts = pair.runner.logits(states[:, ~is_anchor]).argmax(dim=-1)
+        drafts = most_likely(pair.runner.logits(states[:, ~is_anchor]))
         truth = self.tokens.gather(1, positions_PQ[:, ~is_anchor])
         right = (drafts == truth) & inside_PQ[:, ~is_anchor]
         return self._leading(right)
