@@ -199,9 +199,10 @@ class ScriptedDrafter(DFlashDrafter):
         self.calls.append((context.length, width))
         columns = torch.arange(width)
         # several blocks may stand side by side: the first block column a place can see is its own anchor
+        # (not with the engine's own mask, which is additive and of one block)
         starts = (
             torch.zeros_like(positions_BQ)
-            if mask is None
+            if mask is None or mask.dtype != torch.bool
             else mask[:, 0, :, context.length :].int().argmax(-1).expand(len(positions_BQ), -1)
         )
         tokens = (embeddings_BQD @ self.embeddings.T).argmax(-1)

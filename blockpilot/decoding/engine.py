@@ -18,6 +18,7 @@ from torch import Tensor
 
 from blockpilot.decoding.rounds import Rounds, Task, stop_ids_of
 from blockpilot.decoding.sampling import Sampling, prompt_key
+from blockpilot.decoding.static import StaticRounds
 from blockpilot.decoding.verify import output_budget
 from blockpilot.errors import UserError, integer
 from blockpilot.models.pair import Pair
@@ -123,6 +124,8 @@ def generate(
 
 def rounds_for(pair: Pair, task: Task) -> Rounds:
     """The fastest rounds this pair can have where it is."""
+    if pair.device.type == "cuda" and pair.runner.refresh():
+        return StaticRounds(pair, task)
     return Rounds(pair, task)
 
 
@@ -154,16 +157,20 @@ class _Decoding:
     def run(self, policy: BlockSizePolicy) -> Generation:
         started = self._clock()
         rounds = rounds_for(self.pair, self.task)
+        try:
+            return self._run(policy, rounds, started)
+        finally:
+            rounds.close()
+
+    def _run(self, policy: BlockSizePolicy, rounds: Rounds, started: float) -> Generation:
         out, first_token = rounds.prefill()
         decoding = self._clock()
         self._emit([first_token])
         asked = self._clock()
         prompt_ids = self.task.prompt_ids
-        block_size = _checked(
-            policy.choose(Prefill(prompt_key(prompt_ids), len(prompt_ids), out.logits[0, -1], out.hidden[0, -1]))
-        )
+        prefill = Prefill(prompt_key(prompt_ids), len(prompt_ids), out.logits[0, -1], out.hidden[0, -1])
+        block_size = first = _checked(policy.choose(prefill))
         policy_seconds = self._clock() - asked
-        first = block_size
         update = getattr(policy, "update", None)
         # a policy that stays at b = 1 never drafts, so the baseline does not pay for features
         rounds.start(drafting=block_size > 1 or update is not None)

@@ -63,7 +63,7 @@ class Rounds:
         tokens = torch.tensor([self.task.prompt_ids], device=self.pair.device)
         out = self.pair.runner.forward(tokens, self.cache, keep=1)
         self.cache.length = len(self.task.prompt_ids)
-        self.anchor = self._draw(out.logits[0], 0)
+        self.anchor = self._draw(out.logits[0], self.key.new_zeros(1))
         self.committed = 1
         self.features = out.features
         return out, int(self.anchor)
@@ -91,6 +91,9 @@ class Rounds:
         width = block_width(block_size, anchor, pair.max_positions)
         return max(1, block_width(width, anchor, pair.max_drafter_positions)) if self.drafting else 1
 
+    def close(self) -> None:
+        """Called when the prompt is done, whatever ended it."""
+
     # ---- the parts of a round
 
     def draft(self, width: int) -> Tensor:
@@ -112,7 +115,8 @@ class Rounds:
         block = self.draft(width) if width > 1 else self.anchor[None]
         out = self.verify(block)
         self.features = out.features
-        self.draws = self._draw(out.logits[0], self.committed)
+        places = torch.arange(self.committed, self.committed + width, device=self.pair.device)
+        self.draws = self._draw(out.logits[0], places)
         return settle(block[0, 1:], self.draws, self.task.budget - self.committed, self.stop_ids)
 
     def _commit(self, settled: Tensor) -> Settled:
@@ -126,13 +130,9 @@ class Rounds:
             self._extend(self.features[:, :committed])
         return Settled(draws[:committed], uncut)
 
-    def _draw(self, logits_NV: Tensor, place: int) -> Tensor:
-        """The target's tokens at output positions ``place, place + 1, ...``."""
-        sampling = self.task.sampling
-        if sampling.greedy:
-            return most_likely(logits_NV)
-        places = torch.arange(place, place + len(logits_NV), device=logits_NV.device)
-        return draw_tokens(logits_NV, sampling, self.key.expand(len(places)), places)
+    def _draw(self, logits_NV: Tensor, places_N: Tensor) -> Tensor:
+        """The target's tokens at these output positions."""
+        return draw_tokens(logits_NV, self.task.sampling, self.key.expand(len(places_N)), places_N)
 
     # ---- where keys and values are kept
 

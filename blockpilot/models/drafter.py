@@ -59,6 +59,13 @@ class DrafterContext:
         keys, values = self.keys[layer][:, :, : self.length], self.values[layer][:, :, : self.length]
         return torch.cat([keys, keys_BHQE], dim=2), torch.cat([values, values_BHQE], dim=2)
 
+    def reserve(self, positions: int) -> None:
+        """Makes room for so many positions; what is stored stays."""
+        more = positions - self.capacity
+        if more > 0:
+            self.keys = [torch.nn.functional.pad(keys, (0, 0, 0, more)) for keys in self.keys]
+            self.values = [torch.nn.functional.pad(values, (0, 0, 0, more)) for values in self.values]
+
 
 @dataclass
 class StaticContext(DrafterContext):
@@ -196,10 +203,14 @@ class DFlashDrafter(PreTrainedModel):
         """Append features of the next T positions to ``context``, in place."""
         start, end = context.length, context.length + features_BTF.shape[1]
         positions = torch.arange(start, end, device=features_BTF.device)[None]
-        weights = context.weights or DrafterWeights(self)
-        for index, (keys, values) in enumerate(weights.context(features_BTF, positions, end, self.rotary)):
-            context.store(index, keys, values)
+        self.extend_at(context, features_BTF, positions, end)
         context.length = end
+
+    def extend_at(self, context: DrafterContext, features_BTF: Tensor, positions_BT: Tensor, end: int) -> None:
+        """Store what belongs at ``positions``, all below ``end``; the length is left to the caller."""
+        weights = context.weights or DrafterWeights(self)
+        for index, (keys, values) in enumerate(weights.context(features_BTF, positions_BT, end, self.rotary)):
+            context.store(index, keys, values)
 
     def forward(
         self, embeddings_BQD: Tensor, positions_BQ: Tensor, context: DrafterContext, mask: Tensor | None = None

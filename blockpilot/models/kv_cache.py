@@ -116,17 +116,14 @@ class StaticKVCache(KVCache):
 
     A pass writes at ``positions`` (int64 ``[Q]``, rising by one) and sees the first ``window`` slots; which of them
     count is for a mask to say. ``length`` is the host's account and addresses nothing, except while ``positions``
-    is None: then the cache works like its base class (prefill).
+    is None: then the cache works like its base class (prefill). Buffers keep their addresses until ``reserve`` has to
+    make room.
     """
 
     def __init__(self, num_layers: int, capacity: int) -> None:
         super().__init__(num_layers, capacity)
         self.positions: Tensor | None = None
         self.window = capacity
-
-    def reserve(self, positions: int) -> None:
-        """Refuses what does not fit: captured passes hold the buffers' addresses."""
-        assert positions <= self.capacity, f"{positions} positions in a static cache of {self.capacity}"
 
     def write(self, buffer: Tensor, new_BHQE: Tensor) -> Tensor:
         """Stores Q new positions and returns the window, ``[1, H, window, E]``."""

@@ -28,8 +28,8 @@ from blockpilot.models.lean import LeanDecoder, supports
 log = logging.getLogger(__name__)
 
 
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Largest difference of lean and own forward, as a share of the largest value; half precision: 0.05."""
+_TOLERANCE, _HALF_TOLERANCE = 1e-4, 0.05
+"""Largest difference of lean and own forward, as a share of the largest value."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ class TargetRunner:
     def __init__(self, model: PreTrainedModel, layer_ids: Sequence[int], *, lean: bool = True) -> None:
         self.model = model
         self.lean = lean
-        self._decoder: LeanDecoder | None = None
+        self.decoder: LeanDecoder | None = None
+        """The lean forward of the prompt at hand."""
         self._agrees: dict[torch.dtype, bool] = {}
         self.layer_ids = tuple(layer_ids)
         self.layers = decoder_layers(model)
@@ -85,13 +86,17 @@ class TargetRunner:
 
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache for one row."""
-        self._look_again()
+        self.refresh()
         return KVCache(len(self.layers), capacity)
 
     def new_ragged_cache(self, capacity: int, batch: int) -> RaggedKVCache:
         """An empty cache for ``batch`` rows of their own length."""
-        self._look_again()
+        self.refresh()
         return RaggedKVCache(len(self.layers), capacity, batch)
+
+    def new_static_cache(self, capacity: int) -> StaticKVCache:
+        """An empty cache for one row, for :meth:`forward_static`; it keeps its addresses from prompt to prompt."""
+        return StaticKVCache(len(self.layers), capacity)
 
     def forward(self, input_ids_1Q: Tensor, cache: KVCache, *, keep: int = 0, tap: bool = True) -> TargetOutput:
         """Runs Q new positions behind ``cache.length``; the caller sets the new length.
@@ -105,7 +110,7 @@ class TargetRunner:
         start, width = cache.length, input_ids_1Q.shape[1]
         positions = torch.arange(start, start + width, device=self.device)[None]
         mask = None
-        if self._decoder is not None and start > 0 and width > 1:
+        if self.decoder is not None and start > 0 and width > 1:
             # what transformers builds for its own forward: block position i sees the slots up to start + i
             mask = self.embedding.weight.new_full((width, start + width), -torch.inf).triu_(start + 1)
         return self._run(input_ids_1Q, cache, positions, start + width, mask, keep, tap)
@@ -117,7 +122,7 @@ class TargetRunner:
         cache.rows, cache.positions = rows_R, positions_RQ
         cache.length = int(positions_RQ.max()) + 1
         slots = torch.arange(cache.length, device=positions_RQ.device)
-        mask = self._additive((slots <= positions_RQ[..., None])[:, None])
+        mask = self.additive((slots <= positions_RQ[..., None])[:, None])
         return self._run(input_ids_RQ, cache, positions_RQ, cache.length, mask, keep, True)
 
     def forward_static(
@@ -125,11 +130,11 @@ class TargetRunner:
     ) -> TargetOutput:
         """Runs Q positions that only the device knows: no value is read back, so the pass can be captured.
 
-        Needs a lean forward (:attr:`is_lean`).
+        Needs a lean forward (see :meth:`refresh`).
         """
-        assert self._decoder is not None
+        assert self.decoder is not None, "only a lean forward can be captured"
         cache.positions = positions_Q
-        mask = self._additive(torch.arange(cache.window, device=self.device) <= positions_Q[:, None])
+        mask = self.additive(torch.arange(cache.window, device=self.device) <= positions_Q[:, None])
         return self._run(input_ids_1Q, cache, positions_Q[None], cache.capacity, mask, 0, tap)
 
     def embed(self, input_ids: Tensor) -> Tensor:
@@ -138,14 +143,9 @@ class TargetRunner:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The target's head on a drafter's states, ``[..., D]`` to ``[..., V]``."""
-        return self.head(hidden) if self._decoder is None else self._decoder.head(hidden)
+        return self.head(hidden) if self.decoder is None else self.decoder.head(hidden)
 
-    @property
-    def is_lean(self) -> bool:
-        """Whether the prompt at hand runs without the model's module calls; decided when its cache was made."""
-        return self._decoder is not None
-
-    def _additive(self, mask: Tensor) -> Tensor:
+    def additive(self, mask: Tensor) -> Tensor:
         """0 where attention is allowed, as low as can be elsewhere."""
         kind = self.model.config._attn_implementation
         if kind not in ("sdpa", "eager"):
@@ -159,9 +159,9 @@ class TargetRunner:
     def _run(
         self, input_ids: Tensor, cache: KVCache, positions: Tensor, end: int, mask: Tensor | None, keep: int, tap: bool
     ) -> TargetOutput:
-        if self._decoder is None:
+        if self.decoder is None:
             return self._run_module(input_ids, cache, positions, mask, keep, tap)
-        hidden, tapped = self._decoder(input_ids, positions, end, cache, mask, self.layer_ids if tap else ())
+        hidden, tapped = self.decoder(input_ids, positions, end, cache, mask, self.layer_ids if tap else ())
         kept = hidden[:, -keep:]
         return TargetOutput(self.logits(kept), kept, torch.cat(tapped, dim=-1) if tap else None)
 
@@ -180,20 +180,24 @@ class TargetRunner:
         features = torch.cat([captured[i] for i in self.layer_ids], dim=-1) if tap else None
         return TargetOutput(output.logits, captured["hidden"], features)
 
-    def _look_again(self) -> None:
-        """Decides for the next prompt: hooks and adapters come and go, weights are moved."""
-        if self._decoder is not None and self.lean and self._decoder.is_current:
-            return
-        self._decoder = None
+    def refresh(self) -> bool:
+        """Decides for the next prompt whether there is a lean forward: hooks and adapters come and go, weights move.
+
+        Making a cache does so too.
+        """
+        if self.decoder is not None and self.lean and self.decoder.is_current:
+            return True
+        self.decoder = None
         if not self.lean or not supports(self.model):
-            return
+            return False
         decoder = LeanDecoder(self.model)
         dtype = self.embedding.weight.dtype
         if dtype not in self._agrees:
             self._agrees[dtype] = self._gives_the_same(decoder)
             if not self._agrees[dtype]:
                 log.warning("%s runs its own forward: the lean one gives other logits", type(self.model).__name__)
-        self._decoder = decoder if self._agrees[dtype] else None
+        self.decoder = decoder if self._agrees[dtype] else None
+        return self._agrees[dtype]
 
     @torch.inference_mode()
     def _gives_the_same(self, decoder: LeanDecoder) -> bool:
@@ -201,14 +205,14 @@ class TargetRunner:
         weight = self.embedding.weight
         tokens = torch.arange(11, device=weight.device)[None] * 7919 % weight.shape[0]
         found: list[list[Tensor]] = []
-        for self._decoder in (None, decoder):
+        for self.decoder in (None, decoder):
             cache = KVCache(len(self.layers), tokens.shape[1])
             first = self.forward(tokens[:, :7], cache)
             cache.length = 7
             second = self.forward(tokens[:, 7:], cache)
             assert first.features is not None and second.features is not None
             found.append([first.logits, second.logits, first.features, second.features])
-        tolerance = _TOLERANCES.get(weight.dtype, 0.05)
+        tolerance = _HALF_TOLERANCE if weight.element_size() == 2 else _TOLERANCE
         return all(
             bool((lean - own).abs().max() <= tolerance * own.abs().max()) for own, lean in zip(*found, strict=True)
         )

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import signal
+import time
 from collections import Counter
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from blockpilot.decoding import Generation, Prefill, Round, Sampling, generate, prompt_key
+from blockpilot.decoding import Generation, Prefill, Round, Sampling, engine, generate, prompt_key
+from blockpilot.decoding.rounds import Rounds, Task
 from blockpilot.decoding.sampling import filtered_log_probs
+from blockpilot.decoding.static import StaticRounds
 from blockpilot.errors import UserError
 from blockpilot.models import Pair
 from blockpilot.policies import FixedPolicy
@@ -35,6 +39,19 @@ from tests.toy import (
 
 SIZES = (1, 2, 3, 8, 16, 19)
 ALWAYS, NEVER = 99, 0
+
+
+@pytest.fixture(autouse=True, params=["sliced", "static"])
+def rounds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Everything holds for both kinds of rounds; the static ones run step by step where there is no CUDA."""
+    if request.param == "static":
+
+        def static_where_lean(pair: Pair, task: Task) -> Rounds:
+            return StaticRounds(pair, task) if pair.runner.refresh() else Rounds(pair, task)
+
+        monkeypatch.setattr("blockpilot.decoding.engine.rounds_for", static_where_lean)
+    return request.param
+
 
 KINDS: dict[str, Any] = {
     "qwen3": {},
@@ -403,23 +420,24 @@ def test_a_policy_is_asked_even_when_no_round_follows() -> None:
 
 def test_the_cache_holds_the_committed_tokens_after_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
     pair, prompt = make_scripted_pair(lambda p: p % 4), make_prompts([7])[0]
-    caches = []
-    runner = pair.runner
-    make = runner.new_cache
-    monkeypatch.setattr(runner, "new_cache", lambda capacity: caches.append(make(capacity)) or caches[-1])
+    seen: list[Rounds] = []
+    make = engine.rounds_for
+    monkeypatch.setattr(engine, "rounds_for", lambda pair, task: seen.append(make(pair, task)) or seen[-1])
     lengths: list[int] = []
+    contexts: list[int] = []
 
-    class Watching(Changing):
-        def update(self, round: Round) -> int:
-            lengths.append(caches[0].length)
-            return super().update(round)
+    def look(tokens: list[int]) -> None:
+        lengths.append(seen[0].cache.length)
+        if seen[0].context is not None:
+            contexts.append(seen[0].context.length)
 
-    out = generate(pair, prompt, Watching([8, 3, 16, 1]), max_new_tokens=30)
-    assert len(caches) == 1
-    lengths.append(caches[0].length)
+    out = generate(pair, prompt, Changing([8, 3, 16, 1]), max_new_tokens=30, on_tokens=look)
+    assert len(seen) == 1
     # the last committed token is the next anchor: not processed yet
-    committed = torch.tensor(out.acceptance_lengths).cumsum(0)
+    committed = torch.tensor([0, *out.acceptance_lengths]).cumsum(0)
     assert lengths == (len(prompt) + committed).tolist()
+    # the drafter knows as much, but for the round that ended the output: nothing drafts after it
+    assert contexts[:-1] == lengths[1:-1]
     assert len(set(out.acceptance_lengths)) > 2
 
 
@@ -491,6 +509,61 @@ def test_calls_do_not_influence_each_other(temperature: float) -> None:
     assert outputs((0, 1)) == outputs((1, 0)) == outputs((1, 1, 0))
 
 
+@pytest.mark.parametrize("block_size", SIZES)
+def test_tokens_can_be_watched_as_they_are_committed(block_size: int) -> None:
+    pair, parts = successor_pair(2), []
+    out = generate(pair, [20], FixedPolicy(block_size), max_new_tokens=20, on_tokens=parts.append)
+    assert [len(part) for part in parts] == [1, *out.acceptance_lengths]
+    assert [token for part in parts for token in part] == out.output_ids
+    parts.clear()
+    generate(pair, [20], FixedPolicy(block_size), max_new_tokens=1, on_tokens=parts.append)
+    assert parts == [[21]]
+
+
+def test_who_watches_cannot_change_the_output_nor_its_time() -> None:
+    pair = successor_pair(2)
+
+    def slow(tokens: list[int]) -> None:
+        tokens.append(99)
+        time.sleep(0.02)
+
+    out = generate(pair, [20], FixedPolicy(3), max_new_tokens=13, on_tokens=slow)
+    assert out.output_ids == list(range(21, 34))
+    # five calls of 20 ms; only a clock that counts them gives more than the rounds took
+    watched = generate(pair, [20], FixedPolicy(3), max_new_tokens=13, on_tokens=lambda tokens: time.sleep(0.2))
+    plain = generate(pair, [20], FixedPolicy(3), max_new_tokens=13)
+    assert watched.decode_seconds < plain.decode_seconds + 0.2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_interrupt_at_any_moment_leaves_the_next_call_as_it_was(temperature: float) -> None:
+    """A timer raises KeyboardInterrupt inside calls, early and late; calls in between must not notice."""
+    pair, prompt = random_pair(), make_prompts([9], seed=3)[0]
+    policy, options = FixedPolicy(4), {"max_new_tokens": 21, "stop_token_ids": [], "temperature": temperature}
+    began = time.perf_counter()
+    expected = generate(pair, prompt, policy, **options).output_ids
+    took = time.perf_counter() - began
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before, interrupted = signal.signal(signal.SIGALRM, interrupt), 0
+    try:
+        for share in torch.linspace(0.02, 0.9, 24).tolist():
+            try:
+                signal.setitimer(signal.ITIMER_REAL, share * took)
+                generate(pair, prompt, policy, **options)
+            except KeyboardInterrupt:
+                interrupted += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            assert generate(pair, prompt, policy, **options).output_ids == expected
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted >= 6
+    assert hooks_of(pair.target) == []
+
+
 class Failing:
     """Raises when asked: at once, or after some rounds."""
 
@@ -550,7 +623,8 @@ def test_the_users_model_is_left_as_it_was() -> None:
 # ---- everything at once
 
 
-@settings(max_examples=25)
+# a fixture that stays the same from example to example
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_pair_any_policy_any_stops(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(sorted(KINDS)))

@@ -1,0 +1,136 @@
+"""Rounds of one shape: nothing in them is read back, buffers are reused, grown, shared with nobody.
+
+That their output is the target's own is tested with the engine (test_decoding_engine.py runs on both kinds).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from blockpilot.decoding import Prefill, Sampling, engine, generate, static
+from blockpilot.decoding.rounds import Task
+from blockpilot.decoding.static import SMALLEST_WINDOW, StaticRounds
+from blockpilot.models import Pair
+from blockpilot.policies import FixedPolicy
+from tests.toy import Changing, decode_one_by_one, make_pair, make_prompts, make_scripted_pair
+
+
+@pytest.fixture(autouse=True)
+def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StaticRounds]]:
+    """Every rounds object of the test."""
+    made: list[StaticRounds] = []
+
+    def always_static(pair: Pair, task: Task) -> StaticRounds:
+        made.append(StaticRounds(pair, task))
+        return made[-1]
+
+    monkeypatch.setattr(engine, "rounds_for", always_static)
+    yield made
+    assert not any(rounds.work.busy for rounds in made)
+
+
+def addresses(rounds: StaticRounds) -> list[int]:
+    layers: list[Any] = list(rounds.work.cache.layers)
+    tensors = [tensor for layer in layers for tensor in (layer.keys, layer.values)]
+    tensors += [*rounds.work.context.keys, *rounds.work.context.values]
+    return [tensor.data_ptr() for tensor in [*tensors, rounds.work.token, rounds.work.budget]]
+
+
+def own_output(pair: Pair, prompt: list[int], count: int, **options: Any) -> list[int]:
+    return decode_one_by_one(pair.target, prompt, Sampling(**options), count)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 12}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("block_size", "drafting"), [(1, False), (1, True), (2, True), (8, True)])
+@torch.inference_mode()
+def test_a_round_reads_nothing_back(options: dict[str, Any], block_size: int, drafting: bool) -> None:
+    """With tensors that have shapes but no values a round still runs: what a graph captures cannot depend on values."""
+    pair, prompt = make_pair(seed=5, layers=3), make_prompts([7])[0]
+    rounds = StaticRounds(pair, Task(prompt, Sampling(**options), frozenset({60, 61}), 30))
+    rounds.prefill()
+    rounds.start(drafting)
+    rounds.round(block_size)  # tables are made in the first
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        settled = rounds._advance(block_size)
+        assert settled.shape == (2 + block_size,)
+        with pytest.raises(DataDependentOutputException):
+            rounds._commit(settled)
+    rounds.close()
+
+
+def test_prompts_share_the_buffers_and_see_nothing_of_each_other(used: list[StaticRounds]) -> None:
+    pair, prompts = make_pair(seed=5, layers=3, eos=None), make_prompts([30, 4, 17, 30], seed=7)
+    for prompt in prompts:
+        out = generate(pair, prompt, Changing([6, 1, 3]), max_new_tokens=15)
+        assert out.output_ids == own_output(pair, prompt, 15)
+    assert len({id(rounds.work) for rounds in used}) == 1
+    assert all(addresses(rounds) == addresses(used[0]) for rounds in used)
+
+
+def test_a_longer_prompt_gets_larger_buffers_and_a_larger_window(used: list[StaticRounds]) -> None:
+    pair = make_scripted_pair(2, target=None, script=None)
+    windows = []
+    for length, count in ((20, 30), (SMALLEST_WINDOW - 60, 50), (20, 30)):
+        out = generate(pair, [*make_prompts([length - 1])[0], 20], FixedPolicy(8), max_new_tokens=count)
+        assert out.output_ids == [(21 + i) % 64 for i in range(count)]
+        windows.append(used[-1].work.cache.window)
+    assert len({id(rounds.work) for rounds in used}) == 1
+    assert windows == [SMALLEST_WINDOW] * 3
+    pair = make_pair(seed=5, layers=3, max_positions=600, eos=None)
+    for length, window in ((200, 256), (280, 512), (30, 256)):
+        prompt = make_prompts([length], seed=2)[0]
+        assert generate(pair, prompt, FixedPolicy(4), max_new_tokens=9).output_ids == own_output(pair, prompt, 9)
+        assert used[-1].work.cache.window == window
+    assert used[-1].work.cache.capacity == 512
+
+
+def test_a_block_wider_than_planned_makes_room(used: list[StaticRounds]) -> None:
+    pair = make_pair(seed=5, layers=3, max_positions=2000, eos=None)
+    prompt = make_prompts([40], seed=2)[0]
+    out = generate(pair, prompt, Changing([4, 300, 4, 700]), max_new_tokens=12)
+    assert out.output_ids == own_output(pair, prompt, 12)
+    assert used[-1].work.cache.capacity == used[-1].work.context.capacity == 1024
+
+
+def test_a_policy_may_decode_with_the_same_pair(used: list[StaticRounds]) -> None:
+    pair, (outer, inner) = make_pair(seed=5, layers=3, eos=None), make_prompts([9, 12], seed=3)
+    found: list[list[int]] = []
+
+    class Nosy(Changing):
+        def choose(self, prefill: Prefill) -> int:
+            if prefill.prompt_tokens == len(outer):
+                found.append(generate(pair, inner, FixedPolicy(4), max_new_tokens=10).output_ids)
+            return super().choose(prefill)
+
+    assert generate(pair, outer, Nosy([5]), max_new_tokens=14).output_ids == own_output(pair, outer, 14)
+    assert found == [own_output(pair, inner, 10)]
+    assert used[0].work is not used[1].work
+
+
+def test_other_weights_are_noticed(used: list[StaticRounds]) -> None:
+    pair, prompt = make_pair(seed=5, layers=3, eos=None), make_prompts([9], seed=3)[0]
+    for changed in ("nothing", "head", "dtype"):
+        if changed == "head":
+            pair.runner.head.weight.data.neg_()
+        if changed == "dtype":
+            pair.target.double()
+            pair.drafter.double()
+        assert generate(pair, prompt, FixedPolicy(4), max_new_tokens=9).output_ids == own_output(pair, prompt, 9)
+    assert used[0].work is not used[-1].work
+
+
+def test_a_workspace_goes_with_its_pair(used: list[StaticRounds]) -> None:
+    pair = make_pair(seed=5, layers=3)
+    before = len(static._workspaces)
+    generate(pair, [9, 10], FixedPolicy(4), max_new_tokens=5)
+    assert len(static._workspaces) == before + 1
+    used.clear()
+    del pair
+    gc.collect()
+    assert len(static._workspaces) <= before
