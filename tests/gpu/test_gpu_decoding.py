@@ -36,8 +36,8 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[Rounds]:
 @pytest.fixture(scope="module")
 def pair() -> Pair:
     made = make_pair(seed=5, layers=3, eos=None)
-    made.target.cuda()
-    made.drafter.cuda()
+    for model in (made.target, made.drafter):
+        torch.nn.Module.to(model, "cuda")
     return made
 
 

@@ -134,3 +134,88 @@ def test_a_workspace_goes_with_its_pair(used: list[StaticRounds]) -> None:
     del pair
     gc.collect()
     assert len(static._workspaces) <= before
+
+
+# ---- taking and refusing a capture, with a stand-in for the graph: it replays by running the steps again
+
+
+class StandIn:
+    """Captures like a CUDA graph (nothing has happened afterwards) and replays its round's steps."""
+
+    replays = 0
+    broken: str | None = None
+
+    def __enter__(self) -> None:
+        if self.broken == "capture":
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        self.rounds = next(rounds for rounds in CURRENT if rounds.work.busy)
+        work = self.rounds.work
+        self.accounts = (work.token, work.position, work.place, work.budget)
+        self.before = [account.clone() for account in self.accounts]
+
+    def __exit__(self, *_: object) -> None:
+        for account, value in zip(self.accounts, self.before, strict=True):
+            account.copy_(value)
+
+    def replay(self) -> None:
+        StandIn.replays += 1
+        shape = next(s for s, c in self.rounds.work.graphs.items() if c is None or c.graph is self)
+        settled = self.rounds._advance(shape.width)
+        captured = self.rounds.work.graphs.get(shape)
+        if captured is not None:
+            captured.settled.copy_(settled)
+
+
+CURRENT: list[StaticRounds] = []
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch, used: list[StaticRounds]) -> Iterator[type[StandIn]]:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", StandIn)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **_: graph)
+    build = static.Workspace.__init__
+
+    def capturing(self: static.Workspace, pair: Pair, capacity: int) -> None:
+        build(self, pair, capacity)
+        self.may_capture = True
+
+    monkeypatch.setattr(static.Workspace, "__init__", capturing)
+    monkeypatch.setattr(StandIn, "replays", 0)
+    monkeypatch.setitem(globals(), "CURRENT", used)
+    yield StandIn
+
+
+def test_a_round_is_captured_when_it_comes_again(graphs: type[StandIn], used: list[StaticRounds]) -> None:
+    pair, prompt = make_pair(seed=5, layers=3, eos=None), make_prompts([9], seed=3)[0]
+    for _ in range(2):
+        out = generate(pair, prompt, FixedPolicy(4), max_new_tokens=15)
+        assert out.output_ids == own_output(pair, prompt, 15)
+    (captured,) = used[-1].work.graphs.values()
+    assert captured is not None
+    # the first round ran, the second was captured (and replayed once as a check), all others were replayed
+    assert graphs.replays == 2 * len(out.acceptance_lengths) - 1
+
+
+@pytest.mark.parametrize("broken", ["capture", "replay"])
+def test_a_capture_that_fails_or_gives_other_tokens_is_not_used(
+    graphs: type[StandIn], used: list[StaticRounds], broken: str, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(graphs, "broken", broken)
+    if broken == "replay":
+        advance, calls = StaticRounds._advance, []
+
+        def second_is_wrong(self: StaticRounds, width: int) -> torch.Tensor:
+            calls.append(width)
+            settled = advance(self, width)
+            return settled + 1 if len(calls) == 2 else settled
+
+        monkeypatch.setattr(StaticRounds, "_advance", second_is_wrong)
+        monkeypatch.setattr(graphs, "replay", lambda self: None)
+    pair, prompt = make_pair(seed=5, layers=3, eos=None), make_prompts([9], seed=3)[0]
+    out = generate(pair, prompt, FixedPolicy(4), max_new_tokens=15)
+    assert out.output_ids == own_output(pair, prompt, 15)
+    assert not used[-1].work.may_capture and not used[-1].work.graphs
+    (record,) = caplog.records
+    assert record.getMessage().startswith("rounds are not captured as CUDA graphs: ")
+    assert "\n" not in record.getMessage()
