@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from blockpilot import oracle
-    from blockpilot.decoding import BlockSizePolicy, Generation, Prefill, Round, custom_generate, generate
+    from blockpilot.decoding import (
+        BlockSizePolicy,
+        Generation,
+        Prefill,
+        Round,
+        custom_generate,
+        generate,
+        generate_batch,
+    )
     from blockpilot.errors import UserError
     from blockpilot.models import Pair, load_pair
     from blockpilot.policies import FixedPolicy, OraclePolicy, PredictorPolicy, RandomPolicy, load_policy
@@ -30,6 +38,7 @@ _HOMES = {
     "UserError": "errors",
     "custom_generate": "decoding",
     "generate": "decoding",
+    "generate_batch": "decoding",
     "load_pair": "models",
     "load_policy": "policies",
     "oracle": "",
@@ -48,6 +57,7 @@ __all__ = [
     "UserError",
     "custom_generate",
     "generate",
+    "generate_batch",
     "load_pair",
     "load_policy",
     "oracle",

@@ -3,7 +3,7 @@
 from blockpilot.decoding.custom_generate import CustomGenerate, custom_generate
 from blockpilot.decoding.engine import BlockSizePolicy, Generation, Prefill, Round, generate
 from blockpilot.decoding.sampling import Sampling, draw_tokens, prompt_key
-from blockpilot.decoding.trajectory import Trajectory, decode_trajectories
+from blockpilot.decoding.trajectory import Trajectory, generate_batch
 
 __all__ = [
     "BlockSizePolicy",
@@ -14,8 +14,8 @@ __all__ = [
     "Sampling",
     "Trajectory",
     "custom_generate",
-    "decode_trajectories",
     "draw_tokens",
     "generate",
+    "generate_batch",
     "prompt_key",
 ]

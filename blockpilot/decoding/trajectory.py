@@ -8,13 +8,14 @@ Shapes: B prompts, V vocabulary, D hidden size, F tapped features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from blockpilot.decoding.engine import check_prompt
+from blockpilot.decoding.rounds import stop_ids_of
 from blockpilot.decoding.sampling import Sampling, draw_tokens, prompt_key
 from blockpilot.decoding.verify import output_budget
 from blockpilot.models.kv_cache import RaggedKVCache
@@ -35,34 +36,43 @@ class Trajectory:
     hidden: Tensor
     """fp32 ``[D]``, input of the head at the last prompt position."""
     features: Tensor
-    """``[len(prompt_ids) + len(output_ids) - 1, F]``: every position that can precede an anchor."""
+    """``[len(prompt_ids) + len(output_ids) - 1, F]``: all positions that can precede an anchor; no rows if not asked."""
 
 
 @torch.inference_mode()
-def decode_trajectories(
+def generate_batch(
     pair: Pair,
     prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
     *,
-    max_new_tokens: int,
-    stop_token_ids: Sequence[int],
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    seed: int = 0,
+    stop_token_ids: Collection[int] | None = None,
+    features: bool = False,
     beyond: int = 0,
 ) -> list[Trajectory]:
-    """Decodes all ``prompts`` side by side, one token per row and step.
+    """Decodes all ``prompts`` side by side without a drafter, one token per row and step.
+
+    Rows keep their own length: nothing is padded. Outputs are those of :func:`~blockpilot.decoding.engine.generate`.
 
     Args:
         pair: the target, and the drafter whose tapped layers are kept.
         prompts: token ids of each.
-        sampling: temperature, filters, seed.
         max_new_tokens: output budget of each.
-        stop_token_ids: tokens that end an output.
+        temperature, top_p, top_k, seed, stop_token_ids: as in ``generate``.
+        features: whether the tapped hidden states are returned (in memory: positions of all prompts x F).
         beyond: tokens to draw past each output's end.
 
     Raises:
-        UserError: a prompt that cannot be decoded.
+        UserError: a prompt that cannot be decoded, or a value out of range.
     """
+    sampling = Sampling(temperature, top_p, top_k, seed)
     checked = [check_prompt(pair, prompt, max_new_tokens) for prompt in prompts]
-    return _Batch(pair, checked, sampling, max_new_tokens, frozenset(stop_token_ids), beyond).run()
+    if not checked:
+        return []
+    return _Batch(pair, checked, sampling, max_new_tokens, stop_ids_of(pair, stop_token_ids), features, beyond).run()
 
 
 class _Batch:
@@ -73,9 +83,10 @@ class _Batch:
         sampling: Sampling,
         max_new_tokens: int,
         stops: frozenset[int],
+        tap: bool,
         beyond: int,
     ) -> None:
-        self.pair, self.sampling, self.stops = pair, sampling, stops
+        self.pair, self.sampling, self.stops, self.tap = pair, sampling, stops, tap
         self.prompts = [list(prompt) for prompt in prompts]
         self.keys = [prompt_key(prompt) for prompt in self.prompts]
         limits = [output_budget(max_new_tokens, len(p), pair.max_positions) for p in self.prompts]
@@ -93,8 +104,9 @@ class _Batch:
         pair = self.pair
         capacity = max(len(p) + n for p, n in zip(self.prompts, self.limits, strict=True))
         cache = pair.runner.new_ragged_cache(capacity, len(self.prompts))
-        size = len(pair.runner.layer_ids) * pair.target.config.get_text_config().hidden_size
-        self.features = torch.empty(len(self.prompts), capacity, size, dtype=pair.target.dtype, device=pair.device)
+        size = len(pair.runner.layer_ids) * pair.hidden_size
+        shape = (len(self.prompts), capacity if self.tap else 0, size)
+        self.features = torch.empty(shape, dtype=pair.target.dtype, device=pair.device)
         self._prefill(cache)
         active = [i for i in range(len(self.prompts)) if not self._finished(i)]
         held = list(range(len(self.prompts)))
@@ -117,9 +129,9 @@ class _Batch:
             rows = torch.tensor(members, device=device)
             tokens = torch.tensor([self.prompts[i] for i in members], device=device)
             positions = torch.arange(length, device=device).expand(len(members), -1)
-            out = self.pair.runner.forward_ragged(tokens, cache, rows, positions, keep=1)
-            assert out.features is not None
-            self.features[rows, :length] = out.features
+            out = self.pair.runner.forward_ragged(tokens, cache, rows, positions, keep=1, tap=self.tap)
+            if out.features is not None:
+                self.features[rows, :length] = out.features
             draws = draw_tokens(out.logits[:, 0], self.sampling, [self.keys[i] for i in members], [0] * len(members))
             for index, token, logits, hidden in zip(members, draws.tolist(), out.logits, out.hidden, strict=True):
                 self.prefill[index] = (logits[0].float().cpu(), hidden[-1].float().cpu())
@@ -134,11 +146,11 @@ class _Batch:
         last = min(cache.capacity, self.pair.max_positions) - 1
         spots = [min(place, last) for place in places]
         positions = torch.tensor(spots, device=device)[:, None]
-        out = self.pair.runner.forward_ragged(tokens, cache, rows, positions, keep=1)
-        assert out.features is not None
-        live = [row for row, index in enumerate(held) if not self._finished(index)]
-        at = torch.tensor(live, device=device)
-        self.features[torch.tensor([held[row] for row in live], device=device), positions[at, 0]] = out.features[at, 0]
+        out = self.pair.runner.forward_ragged(tokens, cache, rows, positions, keep=1, tap=self.tap)
+        if out.features is not None:
+            live = [row for row, index in enumerate(held) if not self._finished(index)]
+            at, to = torch.tensor(live, device=device), torch.tensor([held[row] for row in live], device=device)
+            self.features[to, positions[at, 0]] = out.features[at, 0]
         draws = draw_tokens(
             out.logits[:, 0], self.sampling, [self.keys[i] for i in held], [len(self.outputs[i]) for i in held]
         )

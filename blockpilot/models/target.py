@@ -116,14 +116,15 @@ class TargetRunner:
         return self._run(input_ids_1Q, cache, positions, start + width, mask, keep, tap)
 
     def forward_ragged(
-        self, input_ids_RQ: Tensor, cache: RaggedKVCache, rows_R: Tensor, positions_RQ: Tensor, *, keep: int = 0
-    ) -> TargetOutput:
+        self, input_ids_RQ: Tensor, cache: RaggedKVCache, rows_R: Tensor, positions_RQ: Tensor, *, keep: int = 0,
+        tap: bool = True,
+    ) -> TargetOutput:  # fmt: skip
         """Runs Q positions of R rows of ``cache``, each row at its own positions."""
         cache.rows, cache.positions = rows_R, positions_RQ
         cache.length = int(positions_RQ.max()) + 1
         slots = torch.arange(cache.length, device=positions_RQ.device)
         mask = self.additive((slots <= positions_RQ[..., None])[:, None])
-        return self._run(input_ids_RQ, cache, positions_RQ, cache.length, mask, keep, True)
+        return self._run(input_ids_RQ, cache, positions_RQ, cache.length, mask, keep, tap)
 
     def forward_static(
         self, input_ids_1Q: Tensor, cache: StaticKVCache, positions_Q: Tensor, *, tap: bool = True

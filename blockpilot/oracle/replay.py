@@ -17,8 +17,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from blockpilot.decoding.sampling import Sampling, most_likely
-from blockpilot.decoding.trajectory import Trajectory, decode_trajectories
+from blockpilot.decoding.sampling import most_likely
+from blockpilot.decoding.trajectory import Trajectory, generate_batch
 from blockpilot.errors import UserError, integer
 from blockpilot.models.drafter import DrafterContext
 from blockpilot.models.pair import Pair
@@ -54,25 +54,20 @@ def replay(
     Raises:
         UserError: a prompt that cannot be decoded, or a value out of range.
     """
-    sampling = Sampling(temperature, top_p, top_k, seed)
     candidates = check_block_sizes(block_sizes)
     uncut = check_convention(tau_convention)
     if integer("batch_size", batch_size) < 1:
         raise UserError(f"batch_size={batch_size!r} is not allowed; expected a number of at least 1")
-    stops = sorted(pair.stop_token_ids if stop_token_ids is None else stop_token_ids)
     records: list[OracleRecord | None] = [None] * len(prompts)
     # prompts of like length side by side waste least
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for start in range(0, len(order), batch_size):
         members = order[start : start + batch_size]
-        trajectories = decode_trajectories(
-            pair,
-            [prompts[i] for i in members],
-            sampling,
-            max_new_tokens=max_new_tokens,
-            stop_token_ids=stops,
+        trajectories = generate_batch(
+            pair, [prompts[i] for i in members], max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p,
+            top_k=top_k, seed=seed, stop_token_ids=stop_token_ids, features=True,
             beyond=max(candidates) if uncut else 0,
-        )
+        )  # fmt: skip
         lengths = replay_trajectories(pair, trajectories, candidates, uncut=uncut)
         for index, t, accepted in zip(members, trajectories, lengths, strict=True):
             records[index] = OracleRecord(t.prompt_ids, t.output_ids, accepted, t.logits, t.hidden)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import blockpilot as bp
-from blockpilot.decoding import Sampling, Trajectory, decode_trajectories, prompt_key
+from blockpilot.decoding import Trajectory, prompt_key
 from blockpilot.oracle.record import OracleRecord
 
 NUM_PROMPTS = 50
@@ -109,10 +109,7 @@ def _trajectory(pair: bp.Pair, prompt: Sequence[int], output_ids: Sequence[int])
 
 def test_a_batch_decodes_what_single_prompts_decode(pair: bp.Pair, prompts: list[list[int]]) -> None:
     for temperature in (0.0, 1.0):
-        sampling = Sampling(temperature, seed=5)
-        together = decode_trajectories(
-            pair, prompts[:24], sampling, max_new_tokens=NEW_TOKENS, stop_token_ids=pair.stop_token_ids
-        )
+        together = bp.generate_batch(pair, prompts[:24], max_new_tokens=NEW_TOKENS, temperature=temperature, seed=5)
         for prompt, trajectory in zip(prompts[:24], together, strict=True):
             alone = bp.generate(
                 pair, prompt, bp.FixedPolicy(16), max_new_tokens=NEW_TOKENS, temperature=temperature, seed=5

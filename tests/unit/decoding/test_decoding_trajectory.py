@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
-from blockpilot.decoding import Sampling, Trajectory, decode_trajectories, generate
+from blockpilot.decoding import Sampling, Trajectory, generate, generate_batch
 from blockpilot.errors import UserError
 from blockpilot.models import Pair
 from blockpilot.policies import FixedPolicy
@@ -52,6 +53,29 @@ def check_numbers(pair: Pair, trajectory: Trajectory) -> None:
     torch.testing.assert_close(trajectory.hidden, states[-1][0, len(prompt) - 1], rtol=1e-4, atol=1e-4)
 
 
+def values(sampling: Sampling) -> dict[str, Any]:
+    return asdict(sampling)
+
+
+def test_features_are_kept_only_where_asked_for() -> None:
+    pair, prompts = pair_of("qwen3"), make_prompts(LENGTHS, seed=2)
+    plain = generate_batch(pair, prompts, max_new_tokens=9, stop_token_ids=[])
+    full = generate_batch(pair, prompts, max_new_tokens=9, stop_token_ids=[], features=True)
+    for one, other in zip(plain, full, strict=True):
+        assert one.features.shape == (0, other.features.shape[1])
+        assert one.output_ids == other.output_ids
+        check_numbers(pair, other)
+    assert generate_batch(pair, []) == []
+
+
+def test_defaults_are_those_of_generate() -> None:
+    pair, prompts = pair_of("qwen3"), make_prompts([5, 3], seed=2)
+    for prompt, trajectory in zip(prompts, generate_batch(pair, prompts), strict=True):
+        assert trajectory.output_ids == generate(pair, prompt, FixedPolicy(1)).output_ids
+    with pytest.raises(UserError, match=r"^top_p=0"):
+        generate_batch(pair, prompts, top_p=0)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, top_p=0.95, seed=3)], ids=["greedy", "sampled"])
 def test_a_batch_of_uneven_prompts_equals_each_prompt_alone(kind: str, sampling: Sampling) -> None:
@@ -59,7 +83,7 @@ def test_a_batch_of_uneven_prompts_equals_each_prompt_alone(kind: str, sampling:
     # many stop tokens, so that rows end one by one and the batch is thinned out on the way
     stops = list(range(0, 8))
     before = len(hooks_of(pair.target))
-    found = decode_trajectories(pair, prompts, sampling, max_new_tokens=14, stop_token_ids=stops)
+    found = generate_batch(pair, prompts, max_new_tokens=14, stop_token_ids=stops, **values(sampling), features=True)
     assert len(hooks_of(pair.target)) == before
     for prompt, trajectory in zip(prompts, found, strict=True):
         alone = generate(
@@ -79,7 +103,7 @@ def test_single_prompt_decoding_itself_equals_the_slow_definition() -> None:
     sampling = Sampling(0.9, seed=1)
     for prompt, trajectory in zip(
         prompts,
-        decode_trajectories(pair, prompts, sampling, max_new_tokens=12, stop_token_ids=[]),
+        generate_batch(pair, prompts, max_new_tokens=12, stop_token_ids=[], **values(sampling), features=True),
         strict=True,
     ):
         assert trajectory.output_ids == decode_one_by_one(pair.target, prompt, sampling, 12)
@@ -90,7 +114,9 @@ def test_tokens_beyond_the_end(temperature: float) -> None:
     pair, prompts, sampling = pair_of("qwen3"), make_prompts(LENGTHS, seed=2), Sampling(temperature)
     whole = [decode_one_by_one(pair.target, prompt, sampling, 17) for prompt in prompts]
     stops = [whole[0][2], whole[3][0]]
-    found = decode_trajectories(pair, prompts, sampling, max_new_tokens=10, stop_token_ids=stops, beyond=7)
+    found = generate_batch(
+        pair, prompts, max_new_tokens=10, stop_token_ids=stops, beyond=7, **values(sampling), features=True
+    )
     for expected, trajectory in zip(whole, found, strict=True):
         assert trajectory.output_ids == cut(expected, 10, stops)
         end = len(trajectory.output_ids)
@@ -105,7 +131,9 @@ def test_prompts_at_the_position_limit() -> None:
     target = make_target(seed=5, max_positions=limit)
     pair = make_pair(target=target, eos=None)
     prompts = make_prompts([17, 3, 4, 5, 6, 7], seed=2)
-    found = decode_trajectories(pair, prompts, sampling, max_new_tokens=10, stop_token_ids=[], beyond=2)
+    found = generate_batch(
+        pair, prompts, max_new_tokens=10, stop_token_ids=[], beyond=2, **values(sampling), features=True
+    )
     for prompt, trajectory in zip(prompts, found, strict=True):
         fit = limit - len(prompt) + 1
         whole = decode_one_by_one(target, prompt, sampling, min(12, fit))
@@ -118,7 +146,7 @@ def test_prompts_that_fill_the_positions() -> None:
     target = make_target(seed=5, layers=3, max_positions=12)
     pair = make_pair(target=target, eos=None)
     prompts = make_prompts([12, 11, 12], seed=2)
-    found = decode_trajectories(pair, prompts, Sampling(), max_new_tokens=10, stop_token_ids=[])
+    found = generate_batch(pair, prompts, max_new_tokens=10, stop_token_ids=[], features=True)
     assert [len(trajectory.output_ids) for trajectory in found] == [1, 2, 1]
     for trajectory in found:
         check_numbers(pair, trajectory)
@@ -129,4 +157,4 @@ def test_prompts_that_fill_the_positions() -> None:
 )
 def test_prompts_that_cannot_be_decoded(prompts: list[list[int]], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        decode_trajectories(pair_of("qwen3"), prompts, Sampling(), max_new_tokens=2, stop_token_ids=[])
+        generate_batch(pair_of("qwen3"), prompts, max_new_tokens=2, stop_token_ids=[], features=True)
