@@ -36,7 +36,7 @@ class Trajectory:
     hidden: Tensor
     """fp32 ``[D]``, input of the head at the last prompt position."""
     features: Tensor
-    """``[len(prompt_ids) + len(output_ids) - 1, F]``: all positions that can precede an anchor; no rows if not asked."""
+    """``[len(prompt_ids) + len(output_ids) - 1, F]``: all that can precede an anchor; no rows if not asked."""
 
 
 @torch.inference_mode()
