@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     )
     from blockpilot.errors import UserError
     from blockpilot.models import Pair, load_pair
-    from blockpilot.policies import FixedPolicy, OraclePolicy, PredictorPolicy, RandomPolicy, load_policy
+    from blockpilot.policies import FixedPolicy, OraclePolicy, RandomPolicy
+    from blockpilot.policies.predictor import PredictorPolicy, load_policy
 
 __version__ = "0.1.0"
 
@@ -31,7 +32,7 @@ _HOMES = {
     "Generation": "decoding",
     "OraclePolicy": "policies",
     "Pair": "models",
-    "PredictorPolicy": "policies",
+    "PredictorPolicy": "policies.predictor",
     "Prefill": "decoding",
     "RandomPolicy": "policies",
     "Round": "decoding",
@@ -40,7 +41,7 @@ _HOMES = {
     "generate": "decoding",
     "generate_batch": "decoding",
     "load_pair": "models",
-    "load_policy": "policies",
+    "load_policy": "policies.predictor",
     "oracle": "",
 }
 

@@ -20,13 +20,13 @@ from blockpilot.learning.datamodule import LabelBatch
 from blockpilot.learning.features import FeatureExtractor, Features
 from blockpilot.learning.losses import has_rounds, loss_per_prompt
 from blockpilot.learning.predictor import BlockSizePredictor
-from blockpilot.metrics import (
+from blockpilot.metrics import tau_per_prompt
+from blockpilot.metrics.modules import (
     ChoicePooledTau,
     ChoiceRegret,
     ChoiceTau,
     HeadroomCaptured,
     TieAwareAccuracy,
-    tau_per_prompt,
 )
 
 

@@ -1,4 +1,7 @@
-"""Formulas, torchmetrics wrappers that hold sums and counts, and per-policy summaries. Knows no model and no file."""
+"""Formulas, torchmetrics wrappers that hold sums and counts, and per-policy summaries. Knows no model and no file.
+
+The wrappers stay in ``metrics.modules``, so that who only decodes does not load torchmetrics.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +17,12 @@ from blockpilot.metrics.formulas import (
     speedup,
     tau_per_prompt,
 )
-from blockpilot.metrics.modules import (
-    ChoiceMetric,
-    ChoicePooledTau,
-    ChoiceRegret,
-    ChoiceTau,
-    HeadroomCaptured,
-    TieAwareAccuracy,
-)
 from blockpilot.metrics.summary import DecodedPrompt, Interval, PolicySummary, summarize
 
 __all__ = [
-    "ChoiceMetric",
-    "ChoicePooledTau",
-    "ChoiceRegret",
-    "ChoiceTau",
     "DecodedPrompt",
-    "HeadroomCaptured",
     "Interval",
     "PolicySummary",
-    "TieAwareAccuracy",
     "best_choice",
     "best_fixed",
     "bootstrap_interval",

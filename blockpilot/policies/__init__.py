@@ -1,6 +1,8 @@
-"""From prefill features to a block size. A policy is an object with ``choose(prefill) -> int``."""
+"""From prefill features to a block size. A policy is an object with ``choose(prefill) -> int``.
 
-from blockpilot.policies.predictor import PredictorPolicy, load_policy
+The trained one stays in ``policies.predictor``, so that who only decodes does not load what reads label caches.
+"""
+
 from blockpilot.policies.simple import FixedPolicy, OraclePolicy, RandomPolicy
 
-__all__ = ["FixedPolicy", "OraclePolicy", "PredictorPolicy", "RandomPolicy", "load_policy"]
+__all__ = ["FixedPolicy", "OraclePolicy", "RandomPolicy"]

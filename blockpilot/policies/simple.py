@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,7 +13,9 @@ from blockpilot.config import require
 from blockpilot.decoding.engine import Prefill
 from blockpilot.errors import UserError, integer
 from blockpilot.metrics import best_choice
-from blockpilot.oracle.table import LabelTable
+
+if TYPE_CHECKING:
+    from blockpilot.oracle.table import LabelTable
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from blockpilot.config import EvaluateConfig, project_path, to_plain
 from blockpilot.errors import UserError
 from blockpilot.models import assemble_pair, locate_pair
 from blockpilot.oracle import LabelTable, concatenate
-from blockpilot.policies import FixedPolicy, PredictorPolicy, load_policy
+from blockpilot.policies import FixedPolicy
+from blockpilot.policies.predictor import PredictorPolicy, load_policy
 from blockpilot.runs import compare
 from blockpilot.runs.job import start_job
 from blockpilot.runs.labels import Labels, read_sources, unseen

@@ -11,7 +11,7 @@ import torch
 
 from blockpilot.config import CollectRunConfig, project_path
 from blockpilot.errors import UserError
-from blockpilot.learning import split_table
+from blockpilot.learning.datamodule import split_table
 from blockpilot.models import Pair
 from blockpilot.oracle import LabelCache, LabelTable, concatenate, fill, open_cache, shards_to_fill
 from blockpilot.prompts import PromptRow, load_prompts

@@ -15,18 +15,15 @@ from lightning.pytorch.loggers import Logger
 from blockpilot.config import TrainConfig, to_plain
 from blockpilot.decoding import BlockSizePolicy
 from blockpilot.errors import UserError
-from blockpilot.learning import (
-    BlockSizeModule,
-    DecodingEvaluation,
-    FeatureExtractor,
-    LabelDataModule,
-    early_stopping_and_checkpoint,
-    evaluating,
-)
+from blockpilot.learning import FeatureExtractor
+from blockpilot.learning.callbacks import DecodingEvaluation, early_stopping_and_checkpoint, evaluating
+from blockpilot.learning.datamodule import LabelDataModule
+from blockpilot.learning.module import BlockSizeModule
 from blockpilot.metrics import best_fixed, regret_per_prompt
 from blockpilot.models import Pair, assemble_pair, locate_pair
 from blockpilot.oracle import candidate_block_sizes
-from blockpilot.policies import FixedPolicy, PredictorPolicy
+from blockpilot.policies import FixedPolicy
+from blockpilot.policies.predictor import PredictorPolicy
 from blockpilot.runs import compare
 from blockpilot.runs.job import start_job
 from blockpilot.runs.labels import Labels, read_sources

@@ -138,3 +138,12 @@ def test_configuration_loads_no_heavy_library(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({heavy!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
     assert done.stdout.split() == []
+
+
+def test_decoding_loads_nothing_that_only_training_needs() -> None:
+    code = (
+        "import sys, blockpilot as bp; bp.FixedPolicy(4), bp.generate, bp.load_pair, bp.custom_generate;"
+        "print([n for n in ('lightning', 'torchmetrics', 'pyarrow', 'wandb', 'matplotlib') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from blockpilot.errors import UserError
-from blockpilot.learning import FeatureExtractor, LabelBatch, LabelDataModule, hash_fraction, split_table
+from blockpilot.learning import FeatureExtractor
+from blockpilot.learning.datamodule import LabelBatch, LabelDataModule, hash_fraction, split_table
 from blockpilot.oracle.table import LabelTable, concatenate
 
 TableMaker = Callable[..., LabelTable]

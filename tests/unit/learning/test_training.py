@@ -15,15 +15,10 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from blockpilot.errors import UserError
-from blockpilot.learning import (
-    BlockSizeModule,
-    DecodingEvaluation,
-    FeatureExtractor,
-    LabelDataModule,
-    cross_entropy_loss,
-    early_stopping_and_checkpoint,
-    split_table,
-)
+from blockpilot.learning import FeatureExtractor, cross_entropy_loss
+from blockpilot.learning.callbacks import DecodingEvaluation, early_stopping_and_checkpoint
+from blockpilot.learning.datamodule import LabelDataModule, split_table
+from blockpilot.learning.module import BlockSizeModule
 from blockpilot.metrics import best_fixed, regret_per_prompt
 from blockpilot.oracle.table import LabelTable
 

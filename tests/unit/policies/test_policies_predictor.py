@@ -18,7 +18,7 @@ from blockpilot.decoding.sampling import signed_prompt_key
 from blockpilot.errors import UserError
 from blockpilot.learning import BlockSizePredictor, FeatureExtractor
 from blockpilot.models import Pair
-from blockpilot.policies import PredictorPolicy, load_policy
+from blockpilot.policies.predictor import PredictorPolicy, load_policy
 from tests.toy import make_drafter, make_pair, make_prompts, make_target
 
 KINDS = ("probs", "log_probs", "logits", "topk", "stats", "hidden")
