@@ -10,15 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from blockpilot import oracle
-    from blockpilot.decoding import (
-        BlockSizePolicy,
-        Generation,
-        Prefill,
-        Round,
-        custom_generate,
-        generate,
-        generate_batch,
-    )
+    from blockpilot.decoding import BlockSizePolicy, Generation, Prefill, Round, generate, generate_batch
+    from blockpilot.decoding.custom_generate import custom_generate
     from blockpilot.errors import UserError
     from blockpilot.models import Pair, load_pair
     from blockpilot.policies import FixedPolicy, OraclePolicy, RandomPolicy
@@ -37,7 +30,7 @@ _HOMES = {
     "RandomPolicy": "policies",
     "Round": "decoding",
     "UserError": "errors",
-    "custom_generate": "decoding",
+    "custom_generate": "decoding.custom_generate",
     "generate": "decoding",
     "generate_batch": "decoding",
     "load_pair": "models",

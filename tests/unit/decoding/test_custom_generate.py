@@ -29,12 +29,13 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 import blockpilot as bp
-from blockpilot.decoding import Prefill, Round, custom_generate
+from blockpilot.decoding import Prefill, Round
 from blockpilot.decoding.custom_generate import (
     _HONOURED,
     _NEUTRAL,
     _SAMPLING_ONLY,
     _WITHOUT_INFLUENCE,
+    custom_generate,
 )
 from tests.toy import EOS, make_pair, make_prompts, make_scripted_pair, make_target
 
