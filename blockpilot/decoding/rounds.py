@@ -63,7 +63,7 @@ class Rounds:
         tokens = torch.tensor([self.task.prompt_ids], device=self.pair.device)
         out = self.pair.runner.forward(tokens, self.cache, keep=1)
         self.cache.length = len(self.task.prompt_ids)
-        self.anchor = self._draw(out.logits[0], self.key.new_zeros(1))
+        self.anchor = self.first = self._draw(out.logits[0], self.key.new_zeros(1))
         self.committed = 1
         self.features = out.features
         return out, int(self.anchor)
@@ -76,6 +76,18 @@ class Rounds:
             assert self.features is not None
             self._extend(self.features)
         self.features = None
+
+    def rewind(self, drafting: bool) -> None:
+        """Back to before the first round, as :meth:`start` left it; for measuring, which wants the same rounds again.
+
+        ``drafting`` may change from True to False and back, not from a start without.
+        """
+        self.drafting = drafting
+        self.cache.length = len(self.task.prompt_ids)
+        self.committed = 1
+        self.anchor = self.first
+        if self.context is not None:
+            self.context.length = min(len(self.task.prompt_ids), self.pair.max_drafter_positions)
 
     def round(self, block_size: int) -> Settled:
         """Drafts, verifies and commits.
