@@ -1,15 +1,17 @@
-"""Noise and filters, the verification rule, the engine. Knows no policy: it is handed one.
+"""Noise and filters, the verification rule, the engine, the latency profile. Knows no policy: it is handed one.
 
 The door for ``model.generate`` stays in ``decoding.custom_generate``: it loads more of ``transformers``.
 """
 
 from blockpilot.decoding.engine import BlockSizePolicy, Generation, Prefill, Round, generate
+from blockpilot.decoding.latency import LatencyProfile, measure_latency
 from blockpilot.decoding.sampling import Sampling, draw_tokens, prompt_key
 from blockpilot.decoding.trajectory import Trajectory, generate_batch
 
 __all__ = [
     "BlockSizePolicy",
     "Generation",
+    "LatencyProfile",
     "Prefill",
     "Round",
     "Sampling",
@@ -17,5 +19,6 @@ __all__ = [
     "draw_tokens",
     "generate",
     "generate_batch",
+    "measure_latency",
     "prompt_key",
 ]

@@ -14,15 +14,17 @@ from blockpilot.metrics.formulas import (
     mean_tau,
     pooled_tau,
     regret_per_prompt,
+    speed_utility,
     speedup,
     tau_per_prompt,
 )
-from blockpilot.metrics.summary import DecodedPrompt, Interval, PolicySummary, summarize
+from blockpilot.metrics.summary import DecodedPrompt, Interval, PolicySummary, RoundCosts, summarize
 
 __all__ = [
     "DecodedPrompt",
     "Interval",
     "PolicySummary",
+    "RoundCosts",
     "best_choice",
     "best_fixed",
     "bootstrap_interval",
@@ -31,6 +33,7 @@ __all__ = [
     "mean_tau",
     "pooled_tau",
     "regret_per_prompt",
+    "speed_utility",
     "speedup",
     "summarize",
     "tau_per_prompt",

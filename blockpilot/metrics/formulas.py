@@ -62,6 +62,19 @@ def pooled_tau(committed_tokens: Tensor, rounds: Tensor) -> Tensor:
     return _ratio(committed_tokens.sum(-1), rounds.sum(-1))
 
 
+def speed_utility(committed_tokens: Tensor, seconds: Tensor) -> Tensor:
+    """Tokens per second of the rounds: tau(b) / round_seconds(b) where a prompt's rounds all have one block size.
+
+    Args:
+        committed_tokens: sum of a prompt's acceptance lengths, any shape.
+        seconds: sum of what its rounds cost by a latency profile, same shape; for one block size, rounds x seconds.
+
+    Returns:
+        float64, same shape; NaN where there are no rounds.
+    """
+    return _ratio(committed_tokens, seconds)
+
+
 def best_choice(utility_NK: Tensor) -> Tensor:
     """Column of the highest utility of each prompt; the first such column, the smallest block size, on ties.
 
@@ -99,8 +112,12 @@ def regret_per_prompt(utility_NK: Tensor, choice_N: Tensor) -> Tensor:
     Returns:
         float64 ``[N]`` in [0, 1); NaN rows stay NaN.
     """
-    best_N, chosen_N = _best_and_chosen(utility_NK, choice_N)
-    return (best_N - chosen_N) / best_N
+    return relative_loss(*_best_and_chosen(utility_NK, choice_N))
+
+
+def relative_loss(best: Tensor, own: Tensor) -> Tensor:
+    """(best - own) / best, the regret of one prompt; below 0 where ``own`` is no candidate and beats them all."""
+    return (best - own) / best
 
 
 def is_best(utility_NK: Tensor, choice_N: Tensor) -> Tensor:

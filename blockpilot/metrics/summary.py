@@ -5,6 +5,7 @@ Knows what one decode reports; nothing of engines, models or how the lines are s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -45,6 +46,21 @@ class DecodedPrompt:
 
 
 @dataclass(frozen=True)
+class RoundCosts:
+    """What rounds cost by a latency profile, for regret in speed. Both mappings are by prompt id."""
+
+    seconds: Mapping[str, Mapping[int, float]]
+    """Seconds of a round of each block size a policy other than the baseline used, at the prompt's context."""
+    best_utility: Mapping[str, float]
+    """Highest tau(b) / round_seconds(b) over the candidates, from the labels; NaN without rounds."""
+
+    def spent(self, one: DecodedPrompt) -> float:
+        """Seconds of all rounds of a decode; equal rounds are multiplied, not added, so that equal choices tie."""
+        costs = self.seconds[one.prompt_id]
+        return sum(count * costs[size] for size, count in Counter(one.block_sizes).items())
+
+
+@dataclass(frozen=True)
 class PolicySummary:
     """Figures of one policy over the test prompts: NaN where undefined, None where not asked for."""
 
@@ -65,6 +81,9 @@ class PolicySummary:
     regret_interval: Interval | None
     headroom_captured: float | None
     headroom_captured_interval: Interval | None
+    regret_speed: float | None = None
+    """Like ``regret``, of tokens per second of the latency profile; the policy's own time is not in it."""
+    regret_speed_interval: Interval | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +107,7 @@ def summarize(
     always: str,
     oracle: str | None = None,
     best_tau: Mapping[str, float] | None = None,
+    costs: RoundCosts | None = None,
     samples: int = 2000,
     seed: int = 0,
 ) -> list[PolicySummary]:
@@ -100,10 +120,12 @@ def summarize(
         always: the policy that always uses B; headroom captured is 0 there.
         oracle: the policy that uses each prompt's best candidate; headroom captured is 1 there. None: no such figures.
         best_tau: best tau of each prompt id over the candidates, from the labels; NaN without rounds. None: no regret.
+        costs: what rounds cost. None: no regret in speed.
         samples: resamplings behind each interval.
         seed: seed of the resampling.
     """
-    prompt_ids, columns = _aligned(decoded, baseline)
+    prompt_ids, rows = _aligned(decoded, baseline)
+    columns = {policy: _columns(own) for policy, own in rows.items()}
     best_tau_N = None
     if best_tau is not None:
         best_tau_N = torch.tensor([best_tau[i] for i in prompt_ids], dtype=torch.float64)
@@ -120,8 +142,12 @@ def summarize(
             formulas.speedup, base.decode_seconds, base.committed_tokens, own.decode_seconds, own.committed_tokens
         )
         regret, regret_interval, headroom, headroom_interval = None, None, None, None
+        regret_speed, regret_speed_interval = None, None
         if best_tau_N is not None and policy != baseline:
-            regret, regret_interval = estimate(_mean, (best_tau_N - own.tau) / best_tau_N)
+            regret, regret_interval = estimate(_mean, formulas.relative_loss(best_tau_N, own.tau))
+        if costs is not None and policy != baseline:
+            loss_N = _speed_loss(rows[policy], costs)
+            regret_speed, regret_speed_interval = estimate(_mean, loss_N)
         if oracle is not None and policy != baseline:
             headroom, headroom_interval = estimate(
                 formulas.headroom_captured, own.tau, columns[always].tau, columns[oracle].tau
@@ -141,13 +167,15 @@ def summarize(
                 regret_interval=regret_interval,
                 headroom_captured=headroom,
                 headroom_captured_interval=headroom_interval,
+                regret_speed=regret_speed,
+                regret_speed_interval=regret_speed_interval,
             )
         )
     return summaries
 
 
-def _aligned(decoded: Sequence[DecodedPrompt], baseline: str) -> tuple[list[str], dict[str, _Columns]]:
-    """Prompt ids in the baseline's order and every policy's columns in that order."""
+def _aligned(decoded: Sequence[DecodedPrompt], baseline: str) -> tuple[list[str], dict[str, list[DecodedPrompt]]]:
+    """Prompt ids in the baseline's order and every policy's decodes in that order."""
     by_policy: dict[str, dict[str, DecodedPrompt]] = {}
     for one in decoded:
         rows = by_policy.setdefault(one.policy, {})
@@ -156,7 +184,15 @@ def _aligned(decoded: Sequence[DecodedPrompt], baseline: str) -> tuple[list[str]
     prompt_ids = list(by_policy[baseline])
     for policy, rows in by_policy.items():
         assert rows.keys() == by_policy[baseline].keys(), f"{policy} and {baseline} decoded different prompts"
-    return prompt_ids, {policy: _columns([rows[i] for i in prompt_ids]) for policy, rows in by_policy.items()}
+    return prompt_ids, {policy: [rows[i] for i in prompt_ids] for policy, rows in by_policy.items()}
+
+
+def _speed_loss(rows: Sequence[DecodedPrompt], costs: RoundCosts) -> Tensor:
+    """Share of the best candidate's tokens per second that each decode gives away, float64 ``[N]``."""
+    tokens_N = torch.tensor([sum(one.acceptance_lengths) for one in rows])
+    seconds_N = torch.tensor([costs.spent(one) for one in rows], dtype=torch.float64)
+    best_N = torch.tensor([costs.best_utility[one.prompt_id] for one in rows], dtype=torch.float64)
+    return formulas.relative_loss(best_N, formulas.speed_utility(tokens_N, seconds_N))
 
 
 def _columns(rows: Sequence[DecodedPrompt]) -> _Columns:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from blockpilot.report.decisions import read_decisions, write_decisions
 from blockpilot.report.html import write_report
-from blockpilot.report.plots import choice_figure, tau_bar_figure, tau_curve_figure
+from blockpilot.report.latency import latency_table
+from blockpilot.report.plots import choice_figure, latency_figure, save_png, tau_bar_figure, tau_curve_figure
 from blockpilot.report.progress import progress_bar
 from blockpilot.report.table import summary_rows, summary_table
 from blockpilot.report.tracking import log_summary
 
 __all__ = [
     "choice_figure",
+    "latency_figure",
+    "latency_table",
     "log_summary",
     "progress_bar",
     "read_decisions",
+    "save_png",
     "summary_rows",
     "summary_table",
     "tau_bar_figure",

@@ -16,9 +16,9 @@ from matplotlib.figure import Figure
 
 from blockpilot.metrics import PolicySummary
 from blockpilot.report.plots import BLUE, INK, RULE
-from blockpilot.report.table import summary_cells
+from blockpilot.report.table import COLUMNS, REGRET_SPEED, columns, has_speed, summary_cells
 
-_COLUMNS = (
+_MEANINGS = (
     ("block size", "positions verified per round, anchor included: mean over a prompt's rounds, then over prompts"),
     ("tau", "tokens committed per round: mean over a prompt's rounds, then over prompts. Higher is better"),
     ("tau pooled", "all committed tokens over all rounds, so that long outputs weigh more than in tau"),
@@ -28,6 +28,11 @@ _COLUMNS = (
         "the policy's own time is included",
     ),
     ("regret", "share of the best candidate's tau that the policy gives away, mean over prompts. 0% is perfect"),
+    (
+        REGRET_SPEED,
+        "regret in tokens per second instead of tau: tau divided by the seconds a round of that size costs on the "
+        "device of the latency profile. The policy's own time is not in it",
+    ),
     (
         "headroom captured",
         "how much of the way from always using the trained block size (0%) to the best candidate for every prompt "
@@ -40,6 +45,7 @@ _COLUMNS = (
     ),
 )
 """(heading, meaning) of the columns of ``summary_cells``."""
+assert tuple(name for name, _ in _MEANINGS) == COLUMNS
 
 _STYLE = """
 :root { color-scheme: light dark; --page: #ffffff; --ink: #24292f; --soft: #57606a; --rule: #d0d7de; --panel: #f6f8fa;
@@ -106,7 +112,10 @@ def write_report(
         f"<figure><figcaption>{escape(caption)}</figcaption>{_svg(figure, caption, f'f{index}-')}</figure>\n"
         for index, (caption, figure) in enumerate(figures.items())
     )
-    meanings = "".join(f"<dt>{escape(heading)}</dt><dd>{escape(meaning)}.</dd>\n" for heading, meaning in _COLUMNS)
+    shown = columns(has_speed(summaries))
+    meanings = "".join(
+        f"<dt>{escape(heading)}</dt><dd>{escape(meaning)}.</dd>\n" for heading, meaning in _MEANINGS if heading in shown
+    )
     page = f"""<!doctype html>
 <html lang="en">
 <head>
@@ -140,13 +149,13 @@ difference between two can be firm even where their intervals overlap; the inter
 
 
 def _table(summaries: Sequence[PolicySummary]) -> str:
-    names = ("policy", *(name for name, _ in _COLUMNS))
-    headings = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
+    shown = columns(has_speed(summaries))
+    headings = "".join(f'<th scope="col">{escape(name)}</th>' for name in ("policy", *shown))
     rows = []
     for one in summaries:
         cells = "".join(
             f"<td>{escape(figure)}{f'<small>{escape(remark)}</small>' if remark else ''}</td>"
-            for figure, remark in summary_cells(one)
+            for figure, remark in map(summary_cells(one).__getitem__, shown)
         )
         rows.append(f'<tr><th scope="row">{escape(one.policy)}</th>{cells}</tr>\n')
     return f"<table><thead><tr>{headings}</tr></thead>\n<tbody>\n{''.join(rows)}</tbody></table>"

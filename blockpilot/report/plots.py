@@ -1,8 +1,9 @@
-"""Figures of an evaluation: tau by block size, tau by policy, block sizes chosen.
+"""Figures: tau by block size, tau by policy, block sizes chosen, seconds of a round by block size.
 
-Know labels, decodes and summaries; nothing of files. Built with matplotlib's objects alone, so that no backend, current
-figure or rcParams is touched. Backgrounds are clear, text is drawn in ``INK``, rules in ``RULE`` and data first in
-``BLUE``: a page that embeds a figure may replace these colours to suit its own theme.
+Know labels, decodes, summaries and latency profiles; of files only how a figure becomes one. Built with matplotlib's
+objects alone, so that no backend, current figure or rcParams is touched. Backgrounds are clear, text is drawn in
+``INK``, rules in ``RULE`` and data first in ``BLUE``: a page that embeds a figure may replace these colours to suit its
+own theme.
 
 Shapes: N prompts, K candidate block sizes.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -20,8 +22,10 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from torch import Tensor
 
+from blockpilot.decoding import LatencyProfile
 from blockpilot.metrics import DecodedPrompt, PolicySummary, bootstrap_interval
 from blockpilot.oracle.table import LabelTable
+from blockpilot.report.latency import reference_size, relative_costs
 
 INK = "#24292f"
 RULE = "#d0d7de"
@@ -114,6 +118,41 @@ def choice_figure(decoded: Sequence[DecodedPrompt]) -> Figure:
         axes.set_title(f"{dataset} ({num_prompts} prompts)", loc="left", **_TEXT)
     panels[-1].set_xlabel("first block size chosen; share of prompts in %", **_TEXT)
     return figure
+
+
+def latency_figure(profile: LatencyProfile, trained: int) -> Figure:
+    """Milliseconds of a round by block size with the middle half of the repeats, and what that costs relative to B.
+
+    Args:
+        profile: measured seconds.
+        trained: B.
+    """
+    figure = _figure(height=5.4)
+    seconds, costs = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    looks = ((BLUE, "-", "o"), *SERIES)
+    for row, context in enumerate(profile.contexts):
+        colour, line, marker = looks[row % len(looks)]
+        low, middle, high = (
+            [1000 * second for second in table[row]]
+            for table in (profile.round_seconds_low, profile.round_seconds, profile.round_seconds_high)
+        )
+        look = {"color": colour, "linestyle": line, "marker": marker, "markersize": 4}
+        seconds.fill_between(profile.block_sizes, low, high, color=colour, alpha=0.2, linewidth=0)
+        seconds.plot(profile.block_sizes, middle, label=f"{context} tokens before", **look)
+        costs.plot(profile.block_sizes, relative_costs(profile, row, trained), **look)
+    costs.axhline(1, color=INK, linewidth=0.7)
+    _dress(seconds, y_label="ms per round (middle half)")
+    reference = reference_size(profile, trained)
+    _dress(costs, x_label="block size (positions verified per round)", y_label=f"cost relative to b = {reference}")
+    seconds.set_ylim(bottom=0)
+    costs.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _legend(seconds)
+    return figure
+
+
+def save_png(figure: Figure, path: str | Path) -> None:
+    """Writes a figure on white, replacing a file that is there."""
+    figure.savefig(path, format="png", dpi=160, facecolor="white")
 
 
 def _share_grid(axes: Axes, policies: Mapping[str, Counter[int]], sizes: Sequence[int]) -> None:

@@ -6,12 +6,13 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from blockpilot.config import EvaluationConfig, GenerationConfig
-from blockpilot.decoding import BlockSizePolicy, Generation, generate
+from blockpilot.decoding import BlockSizePolicy, Generation, LatencyProfile, generate
 from blockpilot.metrics import DecodedPrompt, PolicySummary, best_choice, summarize
 from blockpilot.models import Pair
 from blockpilot.oracle import LabelTable
 from blockpilot.policies import FixedPolicy, OraclePolicy, RandomPolicy
 from blockpilot.report import progress_bar
+from blockpilot.runs.latency import round_costs
 
 log = logging.getLogger(__name__)
 
@@ -102,9 +103,17 @@ def _decoded(policy: str, prompt_id: str, dataset: str, out: Generation) -> Deco
 
 
 def summarize_against(
-    decoded: Sequence[DecodedPrompt], table: LabelTable, trained: int, evaluation: EvaluationConfig, seed: int
+    decoded: Sequence[DecodedPrompt],
+    table: LabelTable,
+    trained: int,
+    evaluation: EvaluationConfig,
+    seed: int,
+    latency: LatencyProfile | None = None,
 ) -> list[PolicySummary]:
-    """One line of figures per policy; regret and headroom are against the labels of ``table``."""
+    """One line of figures per policy; regret and headroom are against the labels of ``table``.
+
+    With a latency profile there is a regret in speed too.
+    """
     best = table.tau.gather(1, best_choice(table.tau)[:, None])[:, 0]
     policies = {one.policy for one in decoded}
     return summarize(
@@ -113,6 +122,7 @@ def summarize_against(
         always=always(trained),
         oracle=ORACLE if ORACLE in policies else None,
         best_tau=dict(zip(table.prompt_ids, best.tolist(), strict=True)),
+        costs=None if latency is None else round_costs(decoded, AUTOREGRESSIVE, table, latency),
         samples=evaluation.bootstrap_samples,
         seed=seed,
     )
@@ -143,10 +153,12 @@ def figures(summaries: Sequence[PolicySummary], policy: str, trained: int) -> di
         "eval/tau_pooled": own.tau_pooled,
         "eval/speedup": own.speedup,
         "eval/regret": own.regret,
+        "eval/regret_speed": own.regret_speed,
         "eval/headroom_captured": own.headroom_captured,
         "eval/tau_always": fixed.tau,
         "eval/tau_pooled_always": fixed.tau_pooled,
         "eval/speedup_always": fixed.speedup,
         "eval/regret_always": fixed.regret,
+        "eval/regret_speed_always": fixed.regret_speed,
     }
     return {name: value for name, value in values.items() if value is not None}

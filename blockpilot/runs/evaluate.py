@@ -9,12 +9,13 @@ from typing import Any
 from blockpilot.config import EvaluateConfig, project_path, to_plain
 from blockpilot.errors import UserError
 from blockpilot.models import assemble_pair, locate_pair
-from blockpilot.oracle import LabelTable, concatenate
+from blockpilot.oracle import LabelTable, candidate_block_sizes, concatenate
 from blockpilot.policies import FixedPolicy
 from blockpilot.policies.predictor import PredictorPolicy, load_policy
 from blockpilot.runs import compare
 from blockpilot.runs.job import start_job
 from blockpilot.runs.labels import Labels, read_sources, unseen
+from blockpilot.runs.latency import find_profile, speed_figures
 from blockpilot.runs.loggers import job_logger
 from blockpilot.runs.results import write_results
 
@@ -46,25 +47,29 @@ def evaluate(config: EvaluateConfig, folder: Path, group: str | None = None) -> 
     if isinstance(policy, PredictorPolicy):
         policy.check_pair(pair)
         name, best_fixed = "predictor", policy.best_fixed
+        latency = find_profile(config.evaluation, pair, policy.block_sizes)
         labels.collect()
         table = _test_table(labels, policy).restrict(policy.block_sizes)
         policy.to(pair.device)
     else:
         name, best_fixed = f"fixed-{policy.block_size}", None
+        candidates = candidate_block_sizes(pair.block_size, config.oracle.radius)
+        latency = find_profile(config.evaluation, pair, (policy.block_size, *candidates))
         labels.collect()
         table = concatenate(labels.tables("test") + labels.tables("train"))
     policies = compare.compared_policies(pair, table, best_fixed, config.seed, **{name: policy})
     shown = compare.spread(table, config.evaluation.num_prompts)
     with job_logger(config.logger, folder, to_plain(config), group) as logger:
         decoded = compare.decode_policies(pair, shown, policies, config.generation, "decoding test prompts")
-        summaries = compare.summarize_against(decoded, shown, pair.block_size, config.evaluation, config.seed)
+        summaries = compare.summarize_against(decoded, shown, pair.block_size, config.evaluation, config.seed, latency)
         metrics = {
             **compare.figures(summaries, name, pair.block_size),
+            **speed_figures(shown, latency, pair.block_size),
             "eval/label_agreement": compare.label_agreement(decoded, shown),
         }
         if logger is not None:
             logger.log_metrics(metrics)
-        write_results(folder, config, pair, table, decoded, summaries, metrics, logger)
+        write_results(folder, config, pair, table, decoded, summaries, metrics, logger, latency)
     log.info("results in %s", folder)
     return metrics
 

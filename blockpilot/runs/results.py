@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch.loggers import Logger
 from rich.console import Console
 
 from blockpilot.config import CollectRunConfig, to_yaml
+from blockpilot.decoding import LatencyProfile
+from blockpilot.decoding.latency import device_name
 from blockpilot.metrics import DecodedPrompt, PolicySummary
 from blockpilot.models import Pair
 from blockpilot.oracle import LabelTable
@@ -27,7 +28,7 @@ from blockpilot.report import (
     write_report,
 )
 
-TABLE_WIDTH = 112
+TABLE_WIDTH = 128
 
 
 def write_results(
@@ -39,6 +40,7 @@ def write_results(
     summaries: Sequence[PolicySummary],
     metrics: Mapping[str, Any],
     logger: Logger | None,
+    latency: LatencyProfile | None = None,
 ) -> None:
     """Writes ``metrics.json``, ``decisions.parquet`` and ``report.html``, logs the table, prints it.
 
@@ -50,6 +52,7 @@ def write_results(
         decoded, summaries: of the decoded prompts.
         metrics: figures to keep beside the table.
         logger: the run's logger.
+        latency: the profile behind the regret in speed, if there is one.
     """
     rows = summary_rows(summaries)
     content = {**metrics, "policies": rows}
@@ -69,7 +72,7 @@ def write_results(
         config_yaml=to_yaml(config),
         facts={
             "model": pair.name,
-            "device": _device(pair.device),
+            "device": device_name(pair.device),
             "data sets": ", ".join(config.dataset),
             "trained block size B": str(pair.block_size),
             "candidates": ", ".join(map(str, table.block_sizes)),
@@ -77,15 +80,12 @@ def write_results(
             "output budget": f"{config.generation.max_new_tokens} tokens",
             "test prompts": f"{len(table)} labelled, {summaries[0].num_prompts} decoded",
             "seed": str(config.seed),
+            **({} if latency is None else {"latency profile": latency.device}),
         },
     )
     console = Console()
     # a narrow terminal may wrap the table, but nothing in it is cut
     Console(width=max(console.width, TABLE_WIDTH)).print(summary_table(summaries))
-
-
-def _device(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
 
 
 def _json_safe(value: Any) -> Any:

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressB
 from lightning.pytorch.loggers import Logger
 
 from blockpilot.config import TrainConfig, to_plain
-from blockpilot.decoding import BlockSizePolicy
+from blockpilot.decoding import BlockSizePolicy, LatencyProfile
 from blockpilot.errors import UserError
 from blockpilot.learning import FeatureExtractor
 from blockpilot.learning.callbacks import DecodingEvaluation, early_stopping_and_checkpoint, evaluating
@@ -27,6 +27,7 @@ from blockpilot.policies.predictor import PredictorPolicy
 from blockpilot.runs import compare
 from blockpilot.runs.job import start_job
 from blockpilot.runs.labels import Labels, read_sources
+from blockpilot.runs.latency import find_profile, speed_figures
 from blockpilot.runs.loggers import job_logger
 from blockpilot.runs.results import write_results
 
@@ -50,18 +51,22 @@ def train(config: TrainConfig, folder: Path, group: str | None = None) -> dict[s
     pair = assemble_pair(config.model, config.drafter, device=config.device)
     labels = Labels(config, pair, sources)
     block_sizes = candidate_block_sizes(pair.block_size, config.predictor.k)
+    latency = find_profile(config.evaluation, pair, block_sizes)
     data = label_data(config, labels, block_sizes)
     module = predictor_module(config, pair, block_sizes)
     with job_logger(config.logger, folder, to_plain(config), group) as logger:
-        best = fit(config, folder, pair, module, data, logger)
+        best = fit(config, folder, pair, module, data, logger, latency)
         policy = policy_of(best, pair, data)
         policy.save(folder / "policy")
         policy.to(pair.device)
         policies = compare.compared_policies(pair, data.test_table, policy.best_fixed, config.seed, predictor=policy)
         shown = compare.spread(data.test_table, config.evaluation.num_prompts)
         decoded = compare.decode_policies(pair, shown, policies, config.generation, "decoding test prompts")
-        summaries = compare.summarize_against(decoded, shown, pair.block_size, config.evaluation, config.seed)
-        final = compare.figures(summaries, "predictor", pair.block_size)
+        summaries = compare.summarize_against(decoded, shown, pair.block_size, config.evaluation, config.seed, latency)
+        final = {
+            **compare.figures(summaries, "predictor", pair.block_size),
+            **speed_figures(shown, latency, pair.block_size),
+        }
         metrics = {
             **offline_figures(best, policy, data, logger),
             **final,
@@ -69,7 +74,7 @@ def train(config: TrainConfig, folder: Path, group: str | None = None) -> dict[s
         }
         if logger is not None:
             logger.log_metrics(final)
-        write_results(folder, config, pair, data.test_table, decoded, summaries, metrics, logger)
+        write_results(folder, config, pair, data.test_table, decoded, summaries, metrics, logger, latency)
     log.info("results in %s", folder)
     return metrics
 
@@ -105,7 +110,13 @@ def predictor_module(config: TrainConfig, pair: Pair, block_sizes: tuple[int, ..
 
 
 def fit(
-    config: TrainConfig, folder: Path, pair: Pair, module: BlockSizeModule, data: LabelDataModule, logger: Logger | None
+    config: TrainConfig,
+    folder: Path,
+    pair: Pair,
+    module: BlockSizeModule,
+    data: LabelDataModule,
+    logger: Logger | None,
+    latency: LatencyProfile | None = None,
 ) -> BlockSizeModule:
     """Trains with early stopping on validation regret; returns the best checkpoint's module."""
     callbacks: list[Callback] = early_stopping_and_checkpoint(config.trainer.patience, folder / "checkpoints")
@@ -113,7 +124,9 @@ def fit(
     if config.evaluation.every_n_epochs > 0:
         callbacks.append(
             DecodingEvaluation(
-                lambda current: _decode_now(config, pair, current, data), config.evaluation.every_n_epochs, at_end=False
+                lambda current: _decode_now(config, pair, current, data, latency),
+                config.evaluation.every_n_epochs,
+                at_end=False,
             )
         )
     trainer = lightning.Trainer(
@@ -170,7 +183,9 @@ def offline_figures(
     return figures
 
 
-def _decode_now(config: TrainConfig, pair: Pair, module: BlockSizeModule, data: LabelDataModule) -> Mapping[str, float]:
+def _decode_now(
+    config: TrainConfig, pair: Pair, module: BlockSizeModule, data: LabelDataModule, latency: LatencyProfile | None
+) -> Mapping[str, float]:
     """Figures of the predictor as it stands, beside always-B and the baseline."""
     shown = compare.spread(data.test_table, config.evaluation.num_prompts)
     with evaluating(module):
@@ -180,5 +195,5 @@ def _decode_now(config: TrainConfig, pair: Pair, module: BlockSizeModule, data: 
             "predictor": policy_of(module, pair, data),
         }
         decoded = compare.decode_policies(pair, shown, policies, config.generation, "decoding test prompts")
-    summaries = compare.summarize_against(decoded, shown, pair.block_size, config.evaluation, config.seed)
+    summaries = compare.summarize_against(decoded, shown, pair.block_size, config.evaluation, config.seed, latency)
     return compare.figures(summaries, "predictor", pair.block_size)
