@@ -25,7 +25,7 @@ def latency_table(profile: LatencyProfile, trained: int) -> Table:
     table = Table(title=Text(f"{profile.model} on {profile.device}: ms, medians of {profile.repeats} [middle half]"))
     for heading in ("context", "block size", "draft", "verify", "round", "tokens", f"cost vs b={reference}"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("round")
+    table.add_column("round as a bar")
     longest = max(max(row) for row in profile.round_seconds)
     for row, context in enumerate(profile.contexts):
         costs = relative_costs(profile, row, trained)

@@ -28,7 +28,7 @@ from blockpilot.report import (
     write_report,
 )
 
-TABLE_WIDTH = 128
+TABLE_WIDTH, SPEED_WIDTH = 112, 16
 
 
 def write_results(
@@ -85,7 +85,8 @@ def write_results(
     )
     console = Console()
     # a narrow terminal may wrap the table, but nothing in it is cut
-    Console(width=max(console.width, TABLE_WIDTH)).print(summary_table(summaries))
+    width = TABLE_WIDTH + (0 if latency is None else SPEED_WIDTH)
+    Console(width=max(console.width, width)).print(summary_table(summaries))
 
 
 def _json_safe(value: Any) -> Any:

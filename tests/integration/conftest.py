@@ -52,7 +52,7 @@ def run(tmp_path: Path) -> Callable[..., Finished]:
 
         given = " ".join(arguments)
         command = [sys.executable, *arguments]
-        if "cache_dir=" not in given:
+        if "cache_dir=" not in given and "blockpilot.profile" not in given:
             command.append(f"cache_dir={tmp_path / 'cache'}")
         if "-m" not in arguments[1:] and "hydra.run.dir" not in given:
             command.append(f"hydra.run.dir={tmp_path / 'run'}")

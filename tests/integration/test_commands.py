@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import blockpilot as bp
+from blockpilot.decoding import LatencyProfile
 from blockpilot.report import read_decisions
 
 from .conftest import QUICK_COLLECT, ROOT, Finished
@@ -59,6 +60,44 @@ def test_train_then_evaluate(run: Run, tmp_path: Path) -> None:
                "dataset.jsonl.train.path=data/prompts/tiny_train.jsonl", "dataset.jsonl.train.limit=20",
                "generation.max_new_tokens=40", f"hydra.run.dir={tmp_path / 'seen'}", quick=False)  # fmt: skip
     assert seen.code == 2 and "the policy was trained on all" in seen.output
+
+
+def test_a_profile_gives_evaluation_a_regret_in_speed(run: Run, tmp_path: Path) -> None:
+    latency = tmp_path / "latency"
+    done = run("-m", "blockpilot.profile", "model=tiny", "profile.block_sizes=[15,16]", "profile.contexts=[64]",
+               "profile.repeats=2", "profile.warmup=1", f"latency_dir={latency}", quick=False)  # fmt: skip
+    assert done.code == 0, done.output
+    [path] = latency.glob("*.json")
+    profile = LatencyProfile.load(path)
+    assert (profile.model, profile.block_sizes, profile.contexts, profile.repeats) == ("tiny", (15, 16), (64,), 2)
+    assert LatencyProfile.load(tmp_path / "run/latency.json") == profile
+    for png in (path.with_suffix(".png"), tmp_path / "run/latency.png"):
+        assert png.read_bytes().startswith(b"\x89PNG")
+    assert "16 (B)" in done.output and str(path) in done.output.replace("\n", "")
+
+    evaluation = ["evaluate.py", "policy=fixed", "policy.block_size=15", f"evaluation.latency_dir={latency}",
+                  "evaluation.num_prompts=2", "logger=none", f"hydra.run.dir={tmp_path / 'evaluation'}"]  # fmt: skip
+    lacking = run(*evaluation, "oracle.radius=1")
+    assert lacking.code == 2 and "Traceback" not in lacking.output
+    assert "block size 17 is not in the latency profile of tiny" in lacking.output
+
+    done = run(*evaluation, "oracle.radius=0")
+    assert done.code == 0, done.output
+    assert "regret in speed by latency profile" in done.output and "(speed)" in done.output
+    metrics = json.loads((tmp_path / "evaluation/metrics.json").read_text())
+    rows = {row["policy"]: row for row in metrics["policies"]}
+    assert metrics["eval/regret_speed"] == rows["fixed-15"]["regret_speed"]
+    assert metrics["eval/regret_speed_always"] == rows["always-16"]["regret_speed"] == 0  # there is no other candidate
+    assert rows["autoregressive"]["regret_speed"] is None
+    assert (metrics["eval/best_fixed_speed"], metrics["eval/oracle_speedup_over_always"]) == (16, 1)
+    assert "regret (speed)" in (tmp_path / "evaluation/report.html").read_text()
+
+
+def test_the_profile_command_hides_no_module_of_python() -> None:
+    code = "import blockpilot.profile, cProfile, profile, torch.profiler; print(profile.__file__); cProfile.run('1')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "blockpilot" not in done.stdout.splitlines()[0]
 
 
 def test_a_multirun_is_three_runs_three_wandb_folders_and_one_cache(run: Run, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from blockpilot.config import (
     DrafterConfig,
     EvaluateConfig,
     ModelConfig,
+    ProfileRunConfig,
     PromptSource,
     TrainConfig,
     load_preset,
@@ -30,16 +31,19 @@ from blockpilot.config import (
 from blockpilot.errors import UserError
 from blockpilot.prompts import load_prompts
 
-SCHEMAS: dict[str, type[CollectRunConfig]] = {
+SCHEMAS: dict[str, type[CollectRunConfig] | type[ProfileRunConfig]] = {
     "collect": CollectRunConfig,
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
+    "profile": ProfileRunConfig,
 }
+WITH_DATA = ("collect", "train", "evaluate")
 SHARED = {"model", "drafter", "dataset", "hydra"}
 GROUPS = {
     "collect": SHARED,
     "train": SHARED | {"predictor", "preprocess", "objective", "trainer", "logger", "sweep"},
     "evaluate": SHARED | {"policy", "logger"},
+    "profile": SHARED - {"dataset"},
 }
 # what a preset leaves to the user
 REQUIRED = {
@@ -132,7 +136,8 @@ def test_the_defaults_are_the_embedded_pair() -> None:
 def test_yaml_says_what_the_types_say(command: str) -> None:
     """A value left out of the YAML, or one that differs from the documented default, is a second truth."""
     config = configured(command, *(["policy=fixed"] if command == "evaluate" else []))
-    defaults = SCHEMAS[command](model=config.model, drafter=config.drafter, dataset=config.dataset)
+    data = {"dataset": config.dataset} if command in WITH_DATA else {}
+    defaults = SCHEMAS[command](model=config.model, drafter=config.drafter, **data)
     if isinstance(defaults, EvaluateConfig):
         defaults.policy = config.policy
     assert config == defaults
@@ -144,13 +149,42 @@ def test_yaml_says_what_the_types_say(command: str) -> None:
 # --- the drafter and the data set follow the model
 
 
-@pytest.mark.parametrize("command", SCHEMAS)
+@pytest.mark.parametrize("command", WITH_DATA)
 @pytest.mark.parametrize("model", ["qwen3-4b", "qwen3-8b", "llama3.1-8b-instruct"])
 def test_drafter_and_dataset_follow_the_model(command: str, model: str) -> None:
     config = configured(command, f"model={model}")
     assert config.model.name == config.drafter.name == model
     assert config.drafter.path.startswith("z-lab/")
     assert list(config.dataset) == ["gsm8k"]
+
+
+def test_the_drafter_follows_the_model_to_be_profiled() -> None:
+    config = configured("profile", "model=qwen3-8b", "profile.block_sizes=[1,16]")
+    assert config.model.name == config.drafter.name == "qwen3-8b"
+    assert config.profile.block_sizes == [1, 16]
+
+
+def test_profiles_are_stored_where_evaluation_looks() -> None:
+    assert configured("profile").latency_dir == configured("train").evaluation.latency_dir
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("profile.block_sizes=[]", "profile.block_sizes=[]"),
+        ("profile.block_sizes=[0,4]", "profile.block_sizes=[0, 4]"),
+        ("profile.contexts=[0]", "profile.contexts=[0]"),
+        ("profile.contexts=[a]", "profile.contexts"),
+        ("profile.repeats=0", "profile.repeats=0"),
+        ("profile.warmup=-1", "profile.warmup=-1"),
+        ("device=gpu", "device='gpu'"),
+    ],
+)
+def test_bad_values_of_a_profile_name_key_and_value(override: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        configured("profile", override)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_drafter_and_dataset_can_be_overridden() -> None:
@@ -185,7 +219,7 @@ def test_all_data_sets_are_there() -> None:
         ("dataset=[mix,alpaca]", ["gsm8k", "mbpp", "humaneval", "mt-bench", "alpaca"]),
     ],
 )
-@pytest.mark.parametrize("command", SCHEMAS)
+@pytest.mark.parametrize("command", WITH_DATA)
 def test_one_data_set_or_several(command: str, choice: str, names: list[str]) -> None:
     assert list(configured(command, choice).dataset) == names
 

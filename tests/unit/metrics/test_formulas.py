@@ -74,6 +74,21 @@ def test_ties_between_equal_ratios_of_different_counts_are_exact() -> None:
     assert all(formulas.is_best(tau_NK, torch.tensor([column])).item() for column in range(3))
 
 
+def test_speed_utility_is_tau_over_the_seconds_of_a_round() -> None:
+    # 12 tokens in 3 rounds of 0.5 s, 12 in 4 of 0.25 s: tau prefers the first, tokens per second the second
+    committed, rounds = torch.tensor([[12, 12], [0, 0]]), torch.tensor([[3, 4], [0, 0]])
+    seconds = torch.tensor([0.5, 0.25], dtype=torch.float64)
+    utility = formulas.speed_utility(committed, rounds * seconds)
+    assert utility[0].tolist() == [8, 12] == (formulas.tau_per_prompt(committed, rounds)[0] / seconds).tolist()
+    assert bool(utility[1].isnan().all())
+    assert formulas.regret_per_prompt(utility, torch.tensor([0, 0]))[0] == pytest.approx(1 / 3)
+
+
+def test_relative_loss_may_be_a_gain() -> None:
+    loss = formulas.relative_loss(torch.tensor([4.0, 4.0, 4.0]), torch.tensor([3.0, 4.0, 5.0]))
+    assert loss.tolist() == [0.25, 0, -0.25]
+
+
 def test_best_fixed_ignores_prompts_without_rounds_and_needs_one_with() -> None:
     tau_NK = formulas.tau_per_prompt(TOKENS_NK, ROUNDS_NK)
     assert formulas.best_fixed(tau_NK) == 1  # means 10/3, 11.5/3, 10/3

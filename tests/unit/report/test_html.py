@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -84,6 +85,25 @@ def test_text_is_escaped_and_complete(page_text: str) -> None:
     assert page.text.count("5 of 6") == 4
     assert {"block size", "tau", "tau pooled", "speedup", "regret", "headroom captured", "prompts"} <= set(page.text)
     assert page.tags.count("svg") == 2 and page.tags.count("tr") == 5
+
+
+def test_regret_in_speed_is_a_column_only_where_rounds_have_costs(
+    tmp_path: Path, page_text: str, summaries: list[PolicySummary]
+) -> None:
+    assert "regret (speed)" not in page_text
+    first, *rest = (dataclasses.replace(one, regret_speed=0.125) for one in summaries)
+    path = tmp_path / "speed.html"
+    write_report(
+        path,
+        title="Run",
+        summaries=[dataclasses.replace(first, regret_speed=None), *rest],
+        figures={},
+        config_yaml="",
+        facts={},
+    )
+    page = Page(path.read_text(encoding="utf-8"))
+    assert page.text.count("regret (speed)") == 2  # heading and meaning
+    assert page.text.count("12.5%") == 3
 
 
 def test_figures_follow_the_theme(page_text: str) -> None:

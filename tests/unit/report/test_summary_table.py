@@ -72,5 +72,21 @@ def test_table_shows_figures_intervals_and_counts(summaries: list[PolicySummary]
     assert [cell.strip() for cell in baseline.split("│")[6:8]] == ["-", "-"]
 
 
+def test_regret_in_speed_is_shown_only_where_rounds_have_costs(summaries: list[PolicySummary]) -> None:
+    assert "(speed)" not in rendered(summaries)
+    costed = [
+        one if index == 0 else dataclasses.replace(one, regret_speed=0.0625, regret_speed_interval=(0.0, 0.125))
+        for index, one in enumerate(summaries)
+    ]
+    rows = summary_rows(costed)
+    assert all(set(row) - set(KEYS) == {"regret_speed", "regret_speed_low", "regret_speed_high"} for row in rows)
+    assert [row["regret_speed"] for row in rows] == [None, 0.0625, 0.0625, 0.0625]
+    assert len({tuple(row) for row in rows}) == 1
+    text = rendered(costed)
+    assert "regret" in text and "(speed)" in text
+    pilot = next(line for line in text.splitlines() if "pilot <b>" in line)
+    assert [cell.strip() for cell in pilot.split("│")[1:-1]][6] == "6.2%"
+
+
 def test_names_are_not_read_as_markup(summaries: list[PolicySummary]) -> None:
     assert "[red]x[/red]" in rendered([dataclasses.replace(summaries[1], policy="[red]x[/red]")])
