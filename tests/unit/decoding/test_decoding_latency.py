@@ -23,12 +23,15 @@ DRAFT_PAUSE = 0.05
 
 
 class SlowDrafter(ScriptedDrafter):
-    """Takes its time."""
+    """Takes its time, for so many calls."""
+
+    slow_calls = math.inf
 
     def forward(
         self, embeddings_BQD: Tensor, positions_BQ: Tensor, context: DrafterContext, mask: Tensor | None = None
     ) -> Tensor:
-        time.sleep(DRAFT_PAUSE)
+        if len(self.calls) < self.slow_calls:
+            time.sleep(DRAFT_PAUSE)
         return super().forward(embeddings_BQD, positions_BQ, context, mask)
 
 
@@ -110,6 +113,18 @@ def test_a_slow_drafter_shows_in_draft_and_round_alone() -> None:
     assert fast.round_seconds[0][1] < slow.round_seconds[0][1]
     # a round is measured by itself, per round: not the sum of several
     assert slow.round_seconds[0][1] < 2 * DRAFT_PAUSE
+
+
+def test_warm_up_does_not_count() -> None:
+    found = []
+    for warmup in (0, 1):
+        pair, drafter = scripted(1, slow=True)
+        assert isinstance(drafter, SlowDrafter)
+        drafter.slow_calls = 1 + ROUNDS_IN_A_ROW  # the first turn
+        found.append(measure_latency(pair, [4], [12], warmup=warmup, repeats=1))
+    cold, warm = found
+    assert cold.draft_seconds[0][0] >= DRAFT_PAUSE > warm.draft_seconds[0][0]
+    assert cold.round_seconds[0][0] >= DRAFT_PAUSE > warm.round_seconds[0][0]
 
 
 def test_the_prompt_is_ordinary_tokens_and_follows_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
