@@ -117,10 +117,10 @@ def test_a_slow_drafter_shows_in_draft_and_round_alone() -> None:
 
 def test_warm_up_does_not_count() -> None:
     found = []
-    for warmup in (0, 1):
+    for warmup in (0, 2):
         pair, drafter = scripted(1, slow=True)
         assert isinstance(drafter, SlowDrafter)
-        drafter.slow_calls = 1 + ROUNDS_IN_A_ROW  # the first turn
+        drafter.slow_calls = 2 * (1 + ROUNDS_IN_A_ROW)  # the first two turns
         found.append(measure_latency(pair, [4], [12], warmup=warmup, repeats=1))
     cold, warm = found
     assert cold.draft_seconds[0][0] >= DRAFT_PAUSE > warm.draft_seconds[0][0]
