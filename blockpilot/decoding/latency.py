@@ -252,12 +252,15 @@ def measure_latency(
     for context in fitting:
         bench = _Bench(pair, context, sizes[-1], seed)
         turns: dict[int, list[_Turn]] = {size: [] for size in sizes}
-        for turn in range(warmup + repeats):
-            shift = turn % len(sizes)
-            for size in sizes[shift:] + sizes[:shift]:
-                turns[size].append(bench.turn(size))
-                if advance is not None:
-                    advance(1)
+        try:
+            for turn in range(warmup + repeats):
+                shift = turn % len(sizes)
+                for size in sizes[shift:] + sizes[:shift]:
+                    turns[size].append(bench.turn(size))
+                    if advance is not None:
+                        advance(1)
+        finally:
+            bench.rounds.close()
         rows.append([turns[size][warmup:] for size in sizes])
     return LatencyProfile(
         device=device_name(pair.device),

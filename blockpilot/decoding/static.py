@@ -121,21 +121,29 @@ class StaticRounds(Rounds):
 
     def start(self, drafting: bool) -> None:
         """Fills the device's accounts; see :meth:`Rounds.start`."""
-        work, task = self.work, self.task
         super().start(drafting)
-        work.token.copy_(self.anchor)
+        work, count = self.work, len(self.stop_ids)
+        work.key.copy_(self.key)
+        work.stop_ids.setdefault(count, torch.empty_like(self.stop_ids)).copy_(self.stop_ids)
+        # from here on it is the workspace's copies that count
+        self.key, self.stop_ids = work.key, work.stop_ids[count]
+        self._open_accounts()
+
+    def rewind(self, drafting: bool) -> None:
+        """See :meth:`Rounds.rewind`."""
+        super().rewind(drafting)
+        self._open_accounts()
+
+    def _open_accounts(self) -> None:
+        work, task = self.work, self.task
+        self.anchor = work.token.copy_(self.first)
         for account, value in ((work.position, len(task.prompt_ids)), (work.place, 1), (work.budget, task.budget - 1)):
             account.fill_(value)
-        work.key.copy_(self.key)
-        count = len(self.stop_ids)
-        work.stop_ids.setdefault(count, torch.empty_like(self.stop_ids)).copy_(self.stop_ids)
-        # from here on it is the device's copies that count
-        self.anchor, self.key, self.stop_ids = work.token, work.key, work.stop_ids[count]
 
     def draft(self, width: int) -> Tensor:
         """The anchor and the drafter's tokens behind it, int64 ``[1, width]``."""
         work, pair = self.work, self.pair
-        positions = self._open(width)
+        positions = self._place(width)
         ids = self.anchor.new_full((1, width), pair.mask_token_id)
         ids[:, :1] = self.anchor
         # every place sees the context before the anchor and the whole block
@@ -146,10 +154,10 @@ class StaticRounds(Rounds):
 
     def verify(self, block_1N: Tensor) -> TargetOutput:
         """The target's pass over the block."""
-        positions = self._open(block_1N.shape[1])
+        positions = self._place(block_1N.shape[1])
         return self.pair.runner.forward_static(block_1N, self.work.cache, positions, tap=self.drafting)
 
-    def _open(self, width: int) -> Tensor:
+    def _place(self, width: int) -> Tensor:
         """The block's positions, int64 ``[width]``; caches write there from now on."""
         work = self.work
         positions = work.position + torch.arange(width, device=self.pair.device)
@@ -198,7 +206,7 @@ class StaticRounds(Rounds):
         # the one time in a round that the host waits for the device
         committed, uncut, *draws = settled.tolist()
         self.cache.length += committed
-        self.work.context.length += committed
+        self.work.context.length += committed if self.drafting else 0
         self.committed += committed
         return Settled(draws[:committed], uncut)
 

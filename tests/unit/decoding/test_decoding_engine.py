@@ -15,9 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from blockpilot.decoding import Generation, Prefill, Round, Sampling, engine, generate, prompt_key
-from blockpilot.decoding.rounds import Rounds, Task
+from blockpilot.decoding.rounds import Rounds
 from blockpilot.decoding.sampling import filtered_log_probs
-from blockpilot.decoding.static import StaticRounds
 from blockpilot.errors import UserError
 from blockpilot.models import Pair
 from blockpilot.policies import FixedPolicy
@@ -40,18 +39,7 @@ from tests.toy import (
 SIZES = (1, 2, 3, 8, 16, 19)
 ALWAYS, NEVER = 99, 0
 
-
-@pytest.fixture(autouse=True, params=["sliced", "static"])
-def rounds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Everything holds for both kinds of rounds; the static ones run step by step where there is no CUDA."""
-    if request.param == "static":
-
-        def static_where_lean(pair: Pair, task: Task) -> Rounds:
-            return StaticRounds(pair, task) if pair.runner.refresh() else Rounds(pair, task)
-
-        monkeypatch.setattr("blockpilot.decoding.engine.rounds_for", static_where_lean)
-    return request.param
-
+pytestmark = pytest.mark.usefixtures("each_kind_of_rounds")
 
 KINDS: dict[str, Any] = {
     "qwen3": {},

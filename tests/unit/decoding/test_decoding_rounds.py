@@ -5,17 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blockpilot.decoding.engine import rounds_for
+from blockpilot.decoding import engine
 from blockpilot.decoding.rounds import Rounds, Settled, Task
 from blockpilot.decoding.sampling import Sampling
 from tests.toy import make_pair, make_prompts, make_scripted_pair
+
+pytestmark = pytest.mark.usefixtures("each_kind_of_rounds")
 
 PAIRS = {"random": make_pair, "two right": lambda: make_scripted_pair(2)}
 
 
 def started(kind: str, temperature: float) -> Rounds:
     [prompt] = make_prompts([9])
-    rounds = rounds_for(PAIRS[kind](), Task(prompt, Sampling(temperature), frozenset(), 60))
+    rounds = engine.rounds_for(PAIRS[kind](), Task(prompt, Sampling(temperature), frozenset(), 60))
     rounds.prefill()
     rounds.start(drafting=True)
     return rounds
@@ -55,3 +57,4 @@ def test_a_rewind_without_drafting_leaves_the_drafter_alone() -> None:
     rounds.rewind(drafting=False)
     rounds.round(5)
     assert lengths(rounds) == (10, 9, 2)
+    rounds.close()
