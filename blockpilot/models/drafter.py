@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from blockpilot.errors import UserError
-from blockpilot.models.lean import DenseLayer, Linear, Norm, Rotary, attend
+from blockpilot.models.lean import DenseLayer, Linear, Norm, Rotary, attend, rotate
 
 
 @dataclass
@@ -120,12 +120,23 @@ class DFlashLayer(nn.Module):
 
 
 class DrafterWeights:
-    """A drafter's weights, by reference, in the form the formulas take them."""
+    """A drafter's weights in the form the formulas take them.
+
+    By reference, but for the key and value projections: every layer's read the same context states, so they stand once
+    more in one matrix, and a context is extended by one product instead of two per layer.
+    """
 
     def __init__(self, drafter: DFlashDrafter) -> None:
         self.layers = [DenseLayer(layer) for layer in drafter.layers]
-        self.fuse = Linear(drafter.fc)
+        self.fuse = Linear.of(drafter.fc)
         self.hidden_norm, self.norm = Norm(drafter.hidden_norm), Norm(drafter.norm)
+        projections = [layer.key for layer in self.layers] + [layer.value for layer in self.layers]
+        biases = [projection.bias for projection in projections if projection.bias is not None]
+        self.keys_values = Linear(torch.cat([p.weight for p in projections]), torch.cat(biases) if biases else None)
+        self.key_norm = Norm(cast(Any, drafter.layers[0]).self_attn.k_norm)
+        # [layers, heads, head size]
+        own = [cast(Any, layer).self_attn.k_norm.weight for layer in drafter.layers]
+        self.key_weights = torch.stack(own)[:, None].expand(-1, self.layers[0].head_counts[1], -1)
 
     def context(
         self, features_BTF: Tensor, positions_BT: Tensor, end: int, rotary: Rotary
@@ -133,7 +144,11 @@ class DrafterWeights:
         """Keys and values of context positions per layer; see :meth:`DFlashDrafter.project_context`."""
         context_BTD = self.hidden_norm(self.fuse(features_BTF.to(self.fuse.weight.dtype)))
         cos, sin = rotary.at(positions_BT, context_BTD, end)
-        return [layer.keys_values(context_BTD, cos, sin) for layer in self.layers]
+        both = self.keys_values(context_BTD).unflatten(-1, (2, *self.key_weights.shape))
+        keys, values = both.unbind(dim=2)
+        keys = rotate(self.key_norm.scaled(keys, self.key_weights), cos[..., None, :], sin[..., None, :])
+        # [B, T, layers, H, E] to one [B, H, T, E] per layer
+        return list(zip(keys.transpose(1, 3).unbind(dim=2), values.transpose(1, 3).unbind(dim=2), strict=True))
 
 
 class DFlashDrafter(PreTrainedModel):
@@ -234,8 +249,7 @@ class DFlashDrafter(PreTrainedModel):
             normed = layer.input_norm(states)
             queries, keys, values = layer.project(normed, cos, sin)
             keys, values = context.join(index, keys, values)
-            states = states + layer.output(attend(queries, keys, values, mask, False, layer.scale))
-            states = states + layer.mlp(layer.mlp_norm(states))
+            states = layer.finish(states, attend(queries, keys, values, mask, False, layer.scale))
         return weights.norm(states)
 
 

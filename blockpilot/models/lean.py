@@ -35,25 +35,28 @@ _ROPES = ("default", "linear", "llama3", "yarn")
 class Linear:
     """Weight and bias of a linear layer, and the fastest way through them for a block of few rows."""
 
-    def __init__(self, module: nn.Linear) -> None:
-        self.weight, self.bias = module.weight, module.bias
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
         self.tiles: Tensor | None = None
         size, width = self.weight.shape
         plain = self.weight.device.type == "cpu" and self.weight.dtype == torch.float32
         if plain and size % _TILE == 0 and size * width >= _TILED_FROM and self.weight.is_contiguous():
             self.tiles = self.weight.view(-1, _TILE, width).transpose(1, 2)
 
+    @classmethod
+    def of(cls, module: nn.Linear) -> Linear:
+        """Of a module, whose tensors it shares."""
+        return cls(module.weight, module.bias)
+
     def __call__(self, states: Tensor) -> Tensor:
         """``[..., width]`` to ``[..., size]``."""
-        if self.tiles is None:
-            return F.linear(states, self.weight, self.bias)
-        rows = states.numel() // states.shape[-1]
-        if rows not in _TILED_ROWS:
+        if self.tiles is None or states.numel() // states.shape[-1] not in _TILED_ROWS:
             return F.linear(states, self.weight, self.bias)
         # From 4 rows on the matrix product repacks the whole weight before it multiplies, which costs as much again as
         # reading it. Tiles of 32 outputs go through the cache once: 1.2 to 1.4 times as fast from 4 to 14 rows, equal
         # up to 19 (SmolLM2's shapes, AVX-512).
-        tiled = torch.bmm(states.reshape(1, rows, -1).expand(len(self.tiles), -1, -1), self.tiles)
+        rows = states.reshape(1, -1, states.shape[-1])
+        tiled = torch.bmm(rows.expand(len(self.tiles), -1, -1), self.tiles)
         product = tiled.transpose(0, 1).reshape(*states.shape[:-1], -1)
         return product if self.bias is None else product.add_(self.bias)
 
@@ -143,9 +146,9 @@ class DenseLayer:
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.input_norm, self.mlp_norm = Norm(layer.input_layernorm), Norm(layer.post_attention_layernorm)
-        self.query, self.key = Linear(attention.q_proj), Linear(attention.k_proj)
-        self.value, self.output = Linear(attention.v_proj), Linear(attention.o_proj)
-        self.gate, self.up, self.down = Linear(mlp.gate_proj), Linear(mlp.up_proj), Linear(mlp.down_proj)
+        self.query, self.key = Linear.of(attention.q_proj), Linear.of(attention.k_proj)
+        self.value, self.output = Linear.of(attention.v_proj), Linear.of(attention.o_proj)
+        self.gate, self.up, self.down = Linear.of(mlp.gate_proj), Linear.of(mlp.up_proj), Linear.of(mlp.down_proj)
         self.head_size: int = attention.head_dim
         self.scale = self.head_size**-0.5
         self.head_counts = [len(linear.weight) // self.head_size for linear in (self.query, self.key)]
@@ -163,20 +166,14 @@ class DenseLayer:
         if self.query_norm is not None:
             heads = self.query_norm.scaled(heads, self.head_weights)
         rotated, keys = rotate(heads, cos, sin).split(self.head_counts, dim=2)
-        return rotated, keys.transpose(1, 2), self._values(normed_BQD)
+        values = self.value(normed_BQD).unflatten(-1, (-1, self.head_size))
+        return rotated, keys.transpose(1, 2), values.transpose(1, 2)
 
-    def keys_values(self, normed_BQD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated keys, and values, each ``[B, K, Q, E]``."""
-        keys = self.key(normed_BQD).unflatten(-1, (-1, self.head_size))
-        keys = rotate(keys if self.key_norm is None else self.key_norm(keys), cos, sin)
-        return keys.transpose(1, 2), self._values(normed_BQD)
-
-    def _values(self, normed_BQD: Tensor) -> Tensor:
-        return self.value(normed_BQD).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
-
-    def mlp(self, normed_BQD: Tensor) -> Tensor:
-        """Gated MLP, ``[B, Q, D]``."""
-        return self.down(F.silu(self.gate(normed_BQD)) * self.up(normed_BQD))
+    def finish(self, states_BQD: Tensor, attended: Tensor) -> Tensor:
+        """What follows attention: its output projection and the gated MLP, each added to what comes in."""
+        states_BQD = states_BQD + self.output(attended)
+        normed = self.mlp_norm(states_BQD)
+        return states_BQD + self.down(F.silu(self.gate(normed)) * self.up(normed))
 
 
 class LeanDecoder:
@@ -192,7 +189,7 @@ class LeanDecoder:
         self.layers = [DenseLayer(layer) for layer in decoder.layers]
         self.norm = Norm(decoder.norm)
         self.rotary = Rotary(decoder.rotary_emb)
-        self.head = Linear(cast(nn.Linear, model.get_output_embeddings()))
+        self.head = Linear.of(cast(nn.Linear, model.get_output_embeddings()))
         self._seen = [(module, _state(module)) for module in model.modules()]
 
     @property
@@ -224,8 +221,7 @@ class LeanDecoder:
             queries, keys, values = layer.project(normed, cos, sin)
             keys, values = cache.update(keys, values, index)
             attended = attend(queries, keys, values, mask, causal, layer.scale)
-            states = states + layer.output(attended)
-            states = states + layer.mlp(layer.mlp_norm(states))
+            states = layer.finish(states, attended)
             if index in taps:
                 tapped[index] = states
         return self.norm(states), [tapped[index] for index in taps]
