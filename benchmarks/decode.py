@@ -34,7 +34,7 @@ from engines import Subject, engine, subject
 from shared import CLOCKS, Clock, machine, seconds
 
 import blockpilot as bp
-from blockpilot.config import PredictorConfig
+from blockpilot.config import PredictorConfig, load_preset
 
 MOST_MEMORY_RUNS = 3
 """Processes start slowly, and their peaks hardly differ."""
@@ -58,7 +58,7 @@ class Row:
     model: str
     block_size: int
     what: str
-    """``speed``, ``policy``, ``peak memory`` or ``memory growth``."""
+    """``speed``, ``policy`` (the preset's width, or the paper's), ``peak memory`` or ``memory growth``."""
     peer: str
     goal: float
 
@@ -74,6 +74,7 @@ ROWS = (
     *(Row("smollm2", b, "speed", "dflash", 1.15) for b in (4, 8, 16)),
     *(Row(model, 1, "speed", "transformers", 1.0) for model in ("tiny", "smollm2")),
     Row("tiny", 16, "policy", "", 1.0),
+    Row("tiny", 16, "policy of the paper's width", "", 1.0),
     *(Row(m, 16, w, "dflash", 1.0) for m in ("smollm2", "tiny") for w in ("peak memory", "memory growth")),
 )
 
@@ -107,8 +108,8 @@ def compare(row: Row, given: Subject, repeats: int, clock: Clock) -> Figure:
     return Figure(*_quartiles(ratios), speeds[0], speeds[1] + note)
 
 
-def policy_share(given: Subject, repeats: int) -> Figure:
-    """Percent of decode time a predictor of the paper's size, untrained, takes to choose the block size."""
+def policy_share(given: Subject, repeats: int, width: int) -> Figure:
+    """Percent of decode time a predictor of this width, untrained, takes to choose the block size."""
     from blockpilot.learning import BlockSizePredictor, FeatureExtractor
 
     pair, settings, extractor = given.pair, PredictorConfig(), FeatureExtractor()
@@ -116,7 +117,7 @@ def policy_share(given: Subject, repeats: int) -> Figure:
     torch.manual_seed(0)
     predictor = BlockSizePredictor(
         extractor.input_size(pair.vocab_size, pair.hidden_size), sizes, sparse_input=extractor.is_sparse,
-        depth=settings.depth, width=settings.width, dropout=settings.dropout, residual=settings.residual,
+        depth=settings.depth, width=width, dropout=settings.dropout, residual=settings.residual,
     )  # fmt: skip
     no_keys = torch.empty(0, dtype=torch.int64)
     policy = bp.PredictorPolicy(
@@ -205,14 +206,15 @@ def measure(row: Row, device: str, args: argparse.Namespace) -> Figure:
         runs = min(args.repeats, MOST_MEMORY_RUNS)
         return memory(row.model, row.block_size, device, args.threads, args.max_new_tokens, runs)[row.what]
     given = subject(row.model, device, args.prompts, args.max_new_tokens)
-    if row.what == "policy":
-        return policy_share(given, args.repeats)
+    if "policy" in row.what:
+        fitted = load_preset("predictor/fit", row.model, PredictorConfig)
+        return policy_share(given, args.repeats, (PredictorConfig() if "paper" in row.what else fitted).width)
     return compare(row, given, args.repeats, CLOCKS[args.clock])
 
 
 def line(row: Row, cpu: Figure | None, gpu: Figure | None) -> str:
     """The row as Markdown."""
-    unit, faster = "%" if row.what == "policy" else "x", row.what == "speed"
+    unit, faster = "%" if "policy" in row.what else "x", row.what == "speed"
     cells = ["not measured" if f is None else f"{f.median:.2f}{unit} ({f.low:.2f} to {f.high:.2f})" for f in (cpu, gpu)]
     shown = cpu or gpu
     assert shown is not None

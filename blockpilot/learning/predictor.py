@@ -86,24 +86,29 @@ class BlockSizePredictor(nn.Module):
         self.first = (SparseLinear if sparse_input else DenseLinear)(input_size, width)
         self.hidden = nn.ModuleList(nn.Linear(width, width) for _ in range(depth - 1))
         self.head = nn.Linear(width, len(self.block_sizes))
-        self.activation = nn.ReLU()
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = dropout
 
     def forward(self, features: Features) -> Tensor:
         """Scores, ``[N, K]``."""
-        states_NW = self.dropout(self.activation(self.first(features)))
+        states_NW = self._activated(self.first(features))
         for layer in self.hidden:
-            update_NW = self.dropout(self.activation(layer(states_NW)))
+            update_NW = self._activated(layer(states_NW))
             states_NW = states_NW + update_NW if self.residual else update_NW
         return self.head(states_NW)
+
+    def _activated(self, states_NW: Tensor) -> Tensor:
+        active = nn.functional.relu(states_NW)
+        return nn.functional.dropout(active, self.dropout) if self.training else active
 
     @torch.no_grad()
     def choose(self, features: Features) -> Tensor:
         """Block sizes with the highest score, int64 ``[N]`` on the CPU; dropout is off whatever the mode."""
         was_training = self.training
-        self.eval()
+        if was_training:
+            self.eval()
         try:
-            columns = self(features.to(self.head.weight.device)).argmax(dim=-1).cpu()
+            columns = self(features.to(self.head.weight.device)).argmax(dim=-1)
         finally:
-            self.train(was_training)
-        return torch.tensor(self.block_sizes, dtype=torch.int64)[columns]
+            if was_training:
+                self.train()
+        return torch.tensor([self.block_sizes[column] for column in columns.tolist()])

@@ -14,6 +14,7 @@ from .conftest import ROOT
 ROWS = [
     *(f"tiny, b={b}: speed" for b in (16, 1, 4, 8, 1)),
     "tiny, b=16: policy",
+    "tiny, b=16: policy of the paper's width",
     "tiny, b=16: peak memory",
     "tiny, b=16: memory growth",
 ]

@@ -86,6 +86,8 @@ def test_no_file_is_left_untested() -> None:
     tested = set(SCHEMAS) | {f"{group}/{name}" for _, group, name in presets()}
     # what dataset means for a model when nobody says; reached by choosing the model
     tested |= {f"dataset/default/{name}" for name in preset_names("model")}
+    # and what a predictor needs less of for a small model
+    tested |= {"predictor/fit/tiny"}
     assert files == tested
 
 
@@ -140,10 +142,21 @@ def test_yaml_says_what_the_types_say(command: str) -> None:
     defaults = SCHEMAS[command](model=config.model, drafter=config.drafter, **data)
     if isinstance(defaults, EvaluateConfig):
         defaults.policy = config.policy
+    if isinstance(defaults, TrainConfig):  # the one value that follows the model
+        assert config.predictor.width == 256
+        defaults.predictor.width = 256
     assert config == defaults
     raw = OmegaConf.to_container(composed(command), throw_on_missing=False)
     assert isinstance(raw, dict)
     assert set(raw) == set(SCHEMAS[command].__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "width"),
+    [([], 256), (["model=qwen3-8b"], 2048), (["predictor.width=512"], 512), (["model=tiny", "predictor=mlp"], 256)],
+)
+def test_the_predictors_width_follows_the_model_unless_told(overrides: list[str], width: int) -> None:
+    assert configured("train", *overrides).predictor.width == width
 
 
 # --- the drafter and the data set follow the model
@@ -279,7 +292,7 @@ def test_preprocess_makes_the_cache_keep_what_it_reads(kind: str, logits: bool, 
     [
         ("radius", {"predictor.k": "1,2,3"}),
         ("depth", {"predictor.depth": "1,2,3"}),
-        ("width", {"predictor.width": "512,1024,2048,4096"}),
+        ("width", {"predictor.width": "256,512,1024,2048,4096"}),
         ("preprocess", {"preprocess": "probs,logits,log_probs,topk,stats,hidden"}),
     ],
 )
