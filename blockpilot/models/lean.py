@@ -150,7 +150,7 @@ class DenseLayer:
         self.value, self.output = Linear.of(attention.v_proj), Linear.of(attention.o_proj)
         self.gate, self.up, self.down = Linear.of(mlp.gate_proj), Linear.of(mlp.up_proj), Linear.of(mlp.down_proj)
         self.head_size: int = attention.head_dim
-        self.scale = self.head_size**-0.5
+        self.scale: float = getattr(attention, "scaling", self.head_size**-0.5)
         self.head_counts = [len(linear.weight) // self.head_size for linear in (self.query, self.key)]
         self.query_norm = self.key_norm = None
         if hasattr(attention, "q_norm"):
@@ -190,12 +190,15 @@ class LeanDecoder:
         self.norm = Norm(decoder.norm)
         self.rotary = Rotary(decoder.rotary_emb)
         self.head = Linear.of(cast(nn.Linear, model.get_output_embeddings()))
+        self._model = model
         self._seen = [(module, _state(module)) for module in model.modules()]
+        self._kinds = {type(module) for module, _ in self._seen}
 
     @property
     def is_current(self) -> bool:
         """Whether the model is as it was: no part replaced, no weight moved or changed, nothing attached."""
-        return all(_state(module) == state for module, state in self._seen)
+        settings = _settings_allow(self._model) and all(map(_is_genuine, self._kinds))
+        return settings and all(_state(module) == state for module, state in self._seen)
 
     def __call__(
         self, input_ids_BQ: Tensor, positions_BQ: Tensor, end: int, cache: KVCache, mask: Tensor | None,
@@ -243,14 +246,31 @@ def supports(model: PreTrainedModel) -> bool:
     known = _FAMILIES.get(type(model), set()) | _PLAIN
     return (
         all(type(module) in known and _untouched(module) for module in model.modules())
-        and model.config._attn_implementation == "sdpa"
+        and all(map(_is_genuine, {type(module) for module in model.modules()}))
+        # a quantised or distributed weight is a tensor of its own kind in a plain linear
+        and all(type(parameter) is nn.Parameter for parameter in model.parameters())
         and cast(Any, model.get_decoder()).rotary_emb.rope_type in _ROPES
+        and _settings_allow(model)
     )
+
+
+def _settings_allow(model: PreTrainedModel) -> bool:
+    """What the model looks up in its configuration at every pass."""
+    config = model.config
+    return config._attn_implementation == "sdpa" and config.num_hidden_layers == len(cast(Any, model).model.layers)
+
+
+def _is_genuine(kind: type[nn.Module]) -> bool:
+    """Whether a class's forward is its own: extensions to long texts patch whole classes, and a short check agrees."""
+    return kind is nn.ModuleList or kind.forward.__module__ == kind.__module__
 
 
 def _state(module: nn.Module) -> tuple[object, ...]:
     """All of a module that a lean forward relies on."""
-    return _untouched(module), whereabouts(module._parameters.values()), list(module._modules.values())
+    tensors = whereabouts([*module._parameters.values(), *module._buffers.values()])
+    values = vars(module)
+    numbers = values.get("scaling"), values.get("variance_epsilon")
+    return type(module), _untouched(module), numbers, tensors, list(module._modules.values())
 
 
 def whereabouts(parameters: Iterable[Tensor | None]) -> list[object]:

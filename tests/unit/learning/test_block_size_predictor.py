@@ -69,7 +69,7 @@ def test_forward_is_the_documented_network(residual: bool) -> None:
 def test_defaults_are_the_papers() -> None:
     predictor = BlockSizePredictor(10, range(14, 19), sparse_input=True)
     assert (predictor.first.weight.shape, len(predictor.hidden)) == ((10, 2048), 1)
-    assert (predictor.dropout.p, predictor.residual, predictor.head.out_features) == (0.2, True, 5)
+    assert (predictor.dropout, predictor.residual, predictor.head.out_features) == (0.2, True, 5)
 
 
 def test_choose_returns_block_sizes_without_dropout() -> None:
@@ -77,7 +77,7 @@ def test_choose_returns_block_sizes_without_dropout() -> None:
     predictor = BlockSizePredictor(30, [2, 5, 11], sparse_input=True, width=16, dropout=0.9).train()
     features = _sparse(50, 30)
     chosen = predictor.choose(features)
-    assert predictor.training and predictor.dropout.training
+    assert predictor.training
     assert torch.equal(chosen, predictor.choose(features))
     columns = predictor.eval()(features).argmax(dim=-1)
     assert torch.equal(chosen, torch.tensor([2, 5, 11])[columns])
