@@ -138,9 +138,10 @@ def check_prompt(pair: Pair, prompt_ids: Sequence[int], max_new_tokens: int) -> 
         raise UserError("prompt_ids is empty; expected at least one token id")
     if len(prompt_ids) > pair.max_positions:
         raise UserError(f"the prompt has {len(prompt_ids)} tokens, the target holds {pair.max_positions} positions")
-    if not all(0 <= token < pair.vocab_size for token in prompt_ids):
-        wrong = next(token for token in prompt_ids if not 0 <= token < pair.vocab_size)
-        raise UserError(f"prompt_ids holds {wrong}, the target's vocabulary is 0 to {pair.vocab_size - 1}")
+    size = pair.vocab_size
+    if not all(0 <= token < size for token in prompt_ids):
+        wrong = next(token for token in prompt_ids if not 0 <= token < size)
+        raise UserError(f"prompt_ids holds {wrong}, the target's vocabulary is 0 to {size - 1}")
     if integer("max_new_tokens", max_new_tokens) < 1:
         raise UserError(f"max_new_tokens={max_new_tokens!r} is not allowed; expected a number of at least 1")
     return prompt_ids

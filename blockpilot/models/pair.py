@@ -57,7 +57,7 @@ class Pair:
     @property
     def vocab_size(self) -> int:
         """Width of the target's logits."""
-        return self.runner.head.weight.shape[0]
+        return cast(nn.Linear, self.target.get_output_embeddings()).weight.shape[0]
 
     @property
     def hidden_size(self) -> int:

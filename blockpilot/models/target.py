@@ -65,9 +65,7 @@ class TargetRunner:
         """The lean forward of the prompt at hand."""
         self._agrees: dict[torch.dtype, bool] = {}
         self.layer_ids = tuple(layer_ids)
-        self.layers = decoder_layers(model)
-        self.head = cast(nn.Linear, model.get_output_embeddings())
-        self.embedding = cast(nn.Embedding, model.get_input_embeddings())
+        self._look()
         refuse_without_rollback(model)
         beyond = [i for i in self.layer_ids if not 0 <= i < len(self.layers)]
         if beyond:
@@ -78,6 +76,12 @@ class TargetRunner:
         # transformers 5.2x renamed the keyword; take the one this model declares
         names = inspect.signature(model.forward).parameters
         self._cache_key = "cache" if "cache" in names else "past_key_values"
+
+    def _look(self) -> None:
+        """Where the model's parts are now: users replace them between prompts."""
+        self.layers = decoder_layers(self.model)
+        self.head = cast(nn.Linear, self.model.get_output_embeddings())
+        self.embedding = cast(nn.Embedding, self.model.get_input_embeddings())
 
     @property
     def device(self) -> torch.device:
@@ -189,6 +193,7 @@ class TargetRunner:
         if self.decoder is not None and self.lean and self.decoder.is_current:
             return True
         self.decoder = None
+        self._look()
         if not self.lean or not supports(self.model):
             return False
         decoder = LeanDecoder(self.model)

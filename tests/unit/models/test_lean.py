@@ -479,6 +479,36 @@ def test_another_precision_shows_in_the_next_prompt(dtype: torch.dtype) -> None:
     assert right(runner, model)
 
 
+@pytest.mark.parametrize("lean", [True, False])
+@pytest.mark.parametrize("part", ["head", "head with a bias", "embedding", "mlp", "layer", "all layers", "norm"])
+def test_a_replaced_part_shows_in_the_next_prompt(part: str, lean: bool) -> None:
+    model, other = make("qwen3"), make("qwen3", seed=7)
+    runner = TargetRunner(model, TAPS, lean=lean)
+    assert right(runner, model, lean)
+    before = plain(model, [9, 8, 7])[0]
+    ours, theirs = cast(Any, model), cast(Any, other)
+    if part == "head":
+        ours.lm_head = theirs.lm_head
+    elif part == "head with a bias":
+        ours.lm_head = nn.Linear(32, 64)
+    elif part == "embedding":
+        model.set_input_embeddings(theirs.model.embed_tokens)
+    elif part == "mlp":
+        layer(model).mlp = layer(other).mlp
+    elif part == "layer":
+        ours.model.layers[1] = theirs.model.layers[1]
+    elif part == "all layers":
+        ours.model.layers = theirs.model.layers
+    else:
+        ours.model.norm = theirs.model.norm
+    assert not near(plain(model, [9, 8, 7])[0], before)
+    assert right(runner, model, lean)
+    # what a drafter reads is the target's as well
+    states = torch.randn(1, 2, 32)
+    check(runner.logits(states), ours.lm_head(states))
+    check(runner.embed(torch.tensor([[5, 6]])), ours.model.embed_tokens(torch.tensor([[5, 6]])))
+
+
 # ---- its parts
 
 
