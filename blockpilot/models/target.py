@@ -269,6 +269,8 @@ def refuse_without_rollback(model: PreTrainedModel) -> None:
     if kinds is None and getattr(config, "sliding_window", None) is not None:
         kinds = ["sliding_attention"]
     other = sorted(set(kinds or []) - {"full_attention"})
+    if config.model_type == "mistral" and config.sliding_window is not None:
+        other = ["sliding_attention"]  # it slides whatever its layer_types say
     if other:
         raise UserError(
             f"{type(model).__name__} has {', '.join(other)} layers, which cannot forget rejected tokens; "

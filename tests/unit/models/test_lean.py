@@ -24,6 +24,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from blockpilot.errors import UserError
 from blockpilot.models import TargetRunner
 from blockpilot.models.lean import LeanDecoder, Linear, Norm, Rotary, rotate, supports
 from tests.toy import hooks_of, make_prompts
@@ -433,6 +434,12 @@ def test_numbers_that_are_no_weights_are_followed(change: str) -> None:
         cast(Any, model).model.rotary_emb.inv_freq.mul_(0.5)
     assert not near(plain(model, [9, 8, 7])[0], before)
     assert right(runner, model)
+
+
+def test_mistral_slides_whatever_its_layer_types_say() -> None:
+    model = make("mistral", layer_types=["full_attention"] * 3, sliding_window=8)
+    with pytest.raises(UserError, match="has sliding_attention layers"):
+        TargetRunner(model, TAPS)
 
 
 # ---- it follows the weights
