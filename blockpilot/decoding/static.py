@@ -245,5 +245,9 @@ class StaticRounds(Rounds):
         return self.work.cache
 
     def _new_context(self) -> DrafterContext:
-        self.work.context.length, self.work.context.positions = 0, None
-        return self.work.context
+        context = self.work.context
+        context.length, context.positions = 0, None
+        assert context.weights is not None
+        for layer in context.weights.layers:
+            layer.restack()
+        return context

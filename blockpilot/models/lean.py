@@ -155,8 +155,18 @@ class DenseLayer:
         self.query_norm = self.key_norm = None
         if hasattr(attention, "q_norm"):
             self.query_norm, self.key_norm = Norm(attention.q_norm), Norm(attention.k_norm)
-            own = zip((self.query_norm, self.key_norm), self.head_counts, strict=True)
-            self.head_weights = torch.cat([norm.weight.expand(count, -1) for norm, count in own])
+            self.head_weights = torch.cat(self._head_weights())
+
+    def restack(self) -> None:
+        """Takes the head norms' weights as they are now: torch does not count what is written through ``.data``."""
+        if self.query_norm is not None:
+            with torch.inference_mode():
+                torch.cat(self._head_weights(), out=self.head_weights)
+
+    def _head_weights(self) -> list[Tensor]:
+        assert self.query_norm is not None and self.key_norm is not None
+        own = zip((self.query_norm, self.key_norm), self.head_counts, strict=True)
+        return [norm.weight.expand(count, -1) for norm, count in own]
 
     def project(self, normed_BQD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries ``[B, Q, H, E]`` and keys, and values, both ``[B, K, Q, E]``."""

@@ -191,6 +191,8 @@ class TargetRunner:
         Making a cache does so too.
         """
         if self.decoder is not None and self.lean and self.decoder.is_current:
+            for layer in self.decoder.layers:
+                layer.restack()
             return True
         self.decoder = None
         self._look()

@@ -463,6 +463,33 @@ def test_weights_are_shared() -> None:
     assert tiles.untyped_storage().data_ptr() == own.mlp.gate_proj.weight.untyped_storage().data_ptr()
 
 
+def every_weight() -> list[str]:
+    names = [name for name, _ in make("qwen3").named_parameters() if "layers" not in name or "layers.1" in name]
+    assert "model.layers.1.self_attn.q_norm.weight" in names and "lm_head.weight" in names
+    return names
+
+
+@pytest.mark.parametrize("way", ["in-place", "data", "assigned"])
+@pytest.mark.parametrize("name", every_weight())
+def test_a_changed_weight_shows_in_the_next_prompt(name: str, way: str) -> None:
+    model = make("qwen3")
+    runner = TargetRunner(model, TAPS)
+    assert right(runner, model)
+    before = plain(model, [9, 8, 7])[0]
+    weight = model.get_parameter(name)
+    new = weight.detach() * torch.linspace(-1, 1, weight.shape[-1])
+    if way == "in-place":
+        with torch.no_grad():
+            weight.copy_(new)
+    elif way == "data":
+        weight.data.copy_(new)
+    else:
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(new))
+    assert not near(plain(model, [9, 8, 7])[0], before)
+    assert right(runner, model)
+
+
 @pytest.mark.parametrize("kind", ONE_EACH)
 @pytest.mark.parametrize("assign", [False, True])
 def test_loading_a_state_shows_in_the_next_prompt(kind: str, assign: bool) -> None:
