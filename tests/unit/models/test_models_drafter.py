@@ -1,17 +1,21 @@
-"""The drafter: published names of its weights, the published function, contexts and masks, what its config must say."""
+"""The drafter: published names of its weights, the published function and gradients, contexts, masks, its config."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from transformers import Qwen3Config
 
+from blockpilot.decoding import Sampling
+from blockpilot.decoding.rounds import Rounds, Task
+from blockpilot.decoding.static import StaticRounds
 from blockpilot.errors import UserError
-from blockpilot.models import DFlashDrafter
-from tests.toy import make_drafter, make_target
+from blockpilot.models import DFlashDrafter, DrafterContext, Pair, TargetRunner
+from tests.toy import make_drafter, make_pair, make_prompts, make_target
 
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -171,3 +175,114 @@ def test_what_this_class_does_not_do_is_refused_by_name(what: str, changes: dict
     with pytest.raises(UserError, match=what):
         DFlashDrafter(config_of(**changes))
     DFlashDrafter(config_of(input_embedding_scale=1.0, is_causal=False))
+
+
+# ---- its weights: gradients reach them, changes show
+
+
+def with_gradient(drafter: DFlashDrafter, features: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    """A pass as training makes it: context and block under one graph."""
+    count, width = features.shape[1], block.shape[1]
+    projected = drafter.project_context(features, torch.arange(count)[None], count)
+    context = DrafterContext([keys for keys, _ in projected], [values for _, values in projected], length=count)
+    return drafter(block, torch.arange(count, count + width)[None], context)
+
+
+@pytest.mark.parametrize("hidden_size", [32, 256])  # the wider one takes the tiled linears
+@pytest.mark.parametrize("after_decoding", [False, True])
+def test_gradients_are_those_of_the_published_implementation(hidden_size: int, after_decoding: bool) -> None:
+    reference = pytest.importorskip("dflash.model")
+    drafter = make_drafter(make_target(hidden_size=hidden_size))
+    config = copy.deepcopy(drafter.config)
+    config._attn_implementation = "sdpa"
+    theirs = reference.DFlashDraftModel(config).eval()
+    theirs.load_state_dict(drafter.state_dict())
+    features, block = inputs(drafter, 11, 5)
+    if after_decoding:
+        # tables and views made in inference mode must not reach the graph
+        with torch.inference_mode():
+            context = drafter.allocate(1, 20)
+            drafter.extend(context, features)
+            drafter(block, torch.arange(11, 16)[None], context)
+    weights = torch.linspace(-1, 2, block.numel()).view_as(block)
+    positions = torch.arange(16)[None]
+    found, wanted = {}, {}
+    for model, grads, states in (
+        (drafter, found, with_gradient(drafter, features, block)),
+        (theirs, wanted, theirs(
+            target_hidden=features, noise_embedding=block, position_ids=positions, use_cache=False
+        )[:, -5:]),
+    ):  # fmt: skip
+        (states * weights).sum().backward()
+        grads |= {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert found.keys() == wanted.keys() == set(drafter.state_dict())
+    for name, gradient in found.items():
+        expected = wanted[name]
+        assert expected.abs().max() > 0
+        assert (gradient - expected).abs().max() <= 1e-4 * expected.abs().max(), name
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    """Holds without the published implementation, and for inputs as well."""
+    drafter = make_drafter(make_target(hidden_size=16, heads=2, kv_heads=1), layers=1).double()
+    features, block = (tensor.double() for tensor in inputs(drafter, 3, 2))
+    names = [name for name, _ in drafter.named_parameters()]
+
+    def run(features: torch.Tensor, block: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(
+            _Pass(drafter), {f"drafter.{name}": value for name, value in zip(names, values, strict=True)},
+            (features, block),
+        )  # fmt: skip
+
+    values = [parameter.detach().clone().requires_grad_() for parameter in drafter.parameters()]
+    arguments = (features.requires_grad_(), block.requires_grad_(), *values)
+    assert torch.autograd.gradcheck(run, arguments, fast_mode=True)
+
+
+class _Pass(torch.nn.Module):
+    def __init__(self, drafter: DFlashDrafter) -> None:
+        super().__init__()
+        self.drafter = drafter
+
+    def forward(self, features: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+        return with_gradient(self.drafter, features, block)
+
+
+PARAMETERS = [name for name, _ in make_drafter(make_target()).named_parameters() if "layers.0" not in name]
+
+
+@pytest.mark.parametrize("kind", [Rounds, StaticRounds])
+@pytest.mark.parametrize("way", ["in-place", "data", "assigned"])
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_changed_weight_shows_in_the_drafts_of_the_next_prompt(
+    name: str, way: str, kind: type[Rounds], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, read, logits = make_pair(seed=5), [], TargetRunner.logits
+    monkeypatch.setattr(TargetRunner, "logits", lambda self, states: read.append(states) or logits(self, states))
+    task = Task(make_prompts([9])[0], Sampling(), frozenset(), 20)
+
+    @torch.inference_mode()
+    def drafts(pair: Pair, kind: type[Rounds]) -> torch.Tensor:
+        rounds = kind(pair, task)
+        rounds.prefill()
+        rounds.start(drafting=True)
+        rounds.draft(6)
+        rounds.close()
+        return read[-1]
+
+    before = drafts(pair, kind)
+    weight = pair.drafter.get_parameter(name)
+    new = weight.detach() * torch.linspace(-1, 1, weight.shape[-1])
+    if way == "in-place":
+        with torch.no_grad():
+            weight.copy_(new)
+    elif way == "data":
+        weight.data.copy_(new)
+    else:
+        owner, _, leaf = name.rpartition(".")
+        setattr(pair.drafter.get_submodule(owner), leaf, torch.nn.Parameter(new))
+    after = drafts(pair, kind)
+    assert (after - before).abs().max() > 1e-3
+    # a copy has never run before
+    fresh = dataclasses.replace(pair, drafter=copy.deepcopy(pair.drafter))
+    torch.testing.assert_close(after, drafts(fresh, Rounds), **CLOSE)
