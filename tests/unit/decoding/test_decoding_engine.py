@@ -47,6 +47,10 @@ KINDS: dict[str, Any] = {
     "qwen3-eager": {"attention": "eager"},
     "llama-one-kv-head": {"kind": "llama", "kv_heads": 1},
     "llama-tied": {"kind": "llama", "tied": True},
+    "mistral": {"kind": "mistral"},
+    "mistral-tied": {"kind": "mistral", "tied": True},
+    "qwen2": {"kind": "qwen2", "kv_heads": 4},
+    "qwen2-tied": {"kind": "qwen2", "tied": True},
 }
 
 
@@ -215,7 +219,7 @@ def test_stop_ids_are_the_union_of_tokenizer_and_generation_config(
     pair = make_pair(target=target, eos=tokenizer)
     assert pair.stop_token_ids == expected
     reached = cut([(21 + i) % 64 for i in range(50)], 50, expected)
-    for block_size in (1, 8):
+    for block_size in SIZES:
         assert generate(pair, [20], FixedPolicy(block_size), max_new_tokens=50).output_ids == reached
     # what the caller names replaces the pair's; an empty list never stops
     assert generate(pair, [20], FixedPolicy(8), max_new_tokens=50, stop_token_ids=()).output_ids[-1] == 70 - 64
@@ -282,6 +286,18 @@ def test_a_drafter_with_fewer_positions_than_the_target(block_size: int, prompt_
     assert out.acceptance_lengths == lengths
 
 
+@pytest.mark.parametrize("block_size", SIZES)
+@pytest.mark.parametrize("limit", [8, 16, 20])
+def test_a_real_drafter_with_fewer_positions_than_the_target(block_size: int, limit: int) -> None:
+    """It reads its context, so it also has to stop being given one."""
+    target, prompt = random_pair().target, make_prompts([9], seed=3)[0]
+    pair = make_pair(target=target, drafter=make_drafter(target, max_positions=limit), eos=None)
+    for policy in (FixedPolicy(block_size), Changing([block_size, 1])):
+        out = generate(pair, prompt, policy, max_new_tokens=21)
+        assert out.output_ids == greedy("qwen3", tuple(prompt), 21)
+        check_accounts(out)
+
+
 # ---- T > 0
 
 
@@ -313,22 +329,29 @@ def test_seed_and_prompt_change_the_noise() -> None:
     assert len({tuple(output) for output in outputs}) == 4
 
 
+@pytest.mark.parametrize("block_size", SIZES)
 @pytest.mark.parametrize("temperature", [0, 1e-8, 1e-6])
-def test_tiny_temperatures_are_greedy(temperature: float) -> None:
-    prompt = make_prompts([9], seed=3)[0]
-    out = generate(random_pair(), prompt, FixedPolicy(3), max_new_tokens=9, temperature=temperature, stop_token_ids=[])
+def test_tiny_temperatures_are_greedy(temperature: float, block_size: int) -> None:
+    pair, prompt, policy = random_pair(), make_prompts([9], seed=3)[0], FixedPolicy(block_size)
+    out = generate(pair, prompt, policy, max_new_tokens=9, temperature=temperature, top_p=0.9, stop_token_ids=[])
     assert out.output_ids == greedy("qwen3", tuple(prompt), 9)
 
 
+@pytest.mark.parametrize("block_size", SIZES)
 @pytest.mark.parametrize(
-    "options", [{"temperature": -1.0}, {"temperature": math.nan}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}]
-)
-def test_sampling_values_out_of_range(options: dict[str, Any]) -> None:
+    "options",
+    [
+        {"temperature": -1.0}, {"temperature": -1e-9}, {"temperature": math.nan}, {"top_p": 0.0}, {"top_p": 1.1},
+        {"top_p": -0.5}, {"top_p": math.nan}, {"top_k": -1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sampling_values_out_of_range(options: dict[str, Any], block_size: int) -> None:
     with pytest.raises(UserError, match=f"^{next(iter(options))}="):
-        generate(random_pair(), [9], FixedPolicy(2), **options)
+        generate(random_pair(), [9], FixedPolicy(block_size), **options)
 
 
-@pytest.mark.parametrize("block_size", [1, 8])
+@pytest.mark.parametrize("block_size", SIZES)
 def test_top_p_one_half_never_leaves_the_nucleus(block_size: int) -> None:
     pair, sampling = random_pair(), Sampling(1.0, top_p=0.5)
     for prompt in make_prompts([3, 5, 7, 9], seed=8):
@@ -406,8 +429,11 @@ def test_a_policy_is_asked_even_when_no_round_follows() -> None:
     assert math.isnan(out.tau)
 
 
-def test_the_cache_holds_the_committed_tokens_after_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair, prompt = make_scripted_pair(lambda p: p % 4), make_prompts([7])[0]
+@pytest.mark.parametrize("sizes", [[8, 3, 16, 1], *([size] for size in SIZES)], ids=str)
+def test_the_cache_holds_the_committed_tokens_after_every_round(
+    sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, prompt = make_scripted_pair(lambda p: p % 5), make_prompts([7])[0]
     seen: list[Rounds] = []
     make = engine.rounds_for
     monkeypatch.setattr(engine, "rounds_for", lambda pair, task: seen.append(make(pair, task)) or seen[-1])
@@ -419,14 +445,41 @@ def test_the_cache_holds_the_committed_tokens_after_every_round(monkeypatch: pyt
         if seen[0].context is not None:
             contexts.append(seen[0].context.length)
 
-    out = generate(pair, prompt, Changing([8, 3, 16, 1]), max_new_tokens=30, on_tokens=look)
+    out = generate(pair, prompt, Changing(sizes), max_new_tokens=30, on_tokens=look)
     assert len(seen) == 1
     # the last committed token is the next anchor: not processed yet
     committed = torch.tensor([0, *out.acceptance_lengths]).cumsum(0)
     assert lengths == (len(prompt) + committed).tolist()
     # the drafter knows as much, but for the round that ended the output: nothing drafts after it
     assert contexts[:-1] == lengths[1:-1]
-    assert len(set(out.acceptance_lengths)) > 2
+    assert len(set(out.acceptance_lengths)) >= min(max(sizes), 3)
+
+
+@pytest.mark.parametrize("block_size", SIZES)
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-eager", "llama-tied", "mistral", "qwen2"])
+def test_the_drafter_is_given_the_features_of_a_plain_forward(
+    kind: str, block_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output stays right when they are wrong, so what was kept of every committed position is looked at."""
+    target, prompt = random_pair(kind).target, make_prompts([7], seed=1)[0]
+    script = prompt + greedy(kind, tuple(prompt), 30)
+    pair = make_scripted_pair(lambda p: p % 5, target=target, script=script, layer_ids=(1, 0))
+    seen: list[Rounds] = []
+    make = engine.rounds_for
+    monkeypatch.setattr(engine, "rounds_for", lambda pair, task: seen.append(make(pair, task)) or seen[-1])
+    generate(pair, prompt, Changing([block_size]), max_new_tokens=30, stop_token_ids=[])
+    context = seen[0].context
+    # all but the last round's are kept
+    assert context is not None and context.length >= len(script) - 1 - block_size
+    with torch.no_grad():
+        states = target(torch.tensor([script[: context.length]]), output_hidden_states=True).hidden_states
+        assert states is not None
+        features = torch.cat([states[i + 1] for i in pair.drafter.target_layer_ids], dim=-1)
+        positions = torch.arange(context.length)[None]
+        expected = pair.drafter.project_context(features, positions, context.length)
+    for index, (keys, values) in enumerate(expected):
+        for kept, wanted in ((context.keys[index], keys), (context.values[index], values)):
+            torch.testing.assert_close(kept[:, :, : context.length], wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_drafter_context_is_the_same_after_rounds_without_drafts() -> None:
@@ -482,19 +535,49 @@ def test_prompts_and_budgets_that_cannot_be_used(prompt: list[int], budget: int,
         generate(random_pair(), prompt, FixedPolicy(2), max_new_tokens=budget)
 
 
+@pytest.mark.parametrize("block_size", SIZES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_calls_do_not_influence_each_other(temperature: float) -> None:
+def test_calls_do_not_influence_each_other(temperature: float, block_size: int) -> None:
     pair, prompts = random_pair(), make_prompts([17, 3], seed=7)
     options: dict[str, Any] = {"max_new_tokens": 15, "temperature": temperature}
 
     def outputs(order: tuple[int, ...]) -> dict[int, tuple[list[int], list[int]]]:
         found = {}
         for index in order:
-            out = generate(pair, prompts[index], FixedPolicy(6), **options)
+            out = generate(pair, prompts[index], FixedPolicy(block_size), **options)
             found[index] = (out.output_ids, out.acceptance_lengths)
         return found
 
     assert outputs((0, 1)) == outputs((1, 0)) == outputs((1, 1, 0))
+
+
+class Stopped(Exception):
+    """Ends a run in the middle of a prompt."""
+
+
+@pytest.mark.parametrize("block_size", SIZES)
+def test_a_run_that_was_stopped_is_resumed_with_the_same_samples(block_size: int) -> None:
+    """What is left is decoded by models loaded anew, in another order, the prompt that was cut off from its start."""
+    prompts = make_prompts([17, 3, 9], seed=7)
+    options: dict[str, Any] = {"max_new_tokens": 15, "temperature": 1.0, "stop_token_ids": []}
+    whole = [generate(random_pair(), prompt, FixedPolicy(block_size), **options).output_ids for prompt in prompts]
+    parts: list[list[int]] = []
+
+    def stop(tokens: list[int]) -> None:
+        parts.append(tokens)
+        if sum(map(len, parts)) > 1:
+            raise Stopped
+
+    first = random_pair()
+    assert generate(first, prompts[0], FixedPolicy(block_size), **options).output_ids == whole[0]
+    with pytest.raises(Stopped):
+        generate(first, prompts[1], FixedPolicy(block_size), on_tokens=stop, **options)
+    seen = [token for part in parts for token in part]
+    assert seen == whole[1][: len(seen)]
+    resumed = make_pair(seed=5, layers=3)
+    for pair in (resumed, first):
+        for index in (2, 1):
+            assert generate(pair, prompts[index], FixedPolicy(block_size), **options).output_ids == whole[index]
 
 
 @pytest.mark.parametrize("block_size", SIZES)

@@ -21,6 +21,8 @@ KINDS: dict[str, Any] = {
     "qwen3": {},
     "qwen3-tied-eager": {"tied": True, "attention": "eager"},
     "llama-ungrouped": {"kind": "llama", "kv_heads": 4},
+    "mistral": {"kind": "mistral"},
+    "qwen2-one-kv-head": {"kind": "qwen2", "kv_heads": 1},
 }
 
 

@@ -692,6 +692,7 @@ def test_angles_made_while_decoding_serve_in_training() -> None:
     rotary, where = Rotary(module), torch.tensor([[0, 4]])
     with torch.inference_mode():
         rotary.at(where, torch.zeros(1), 5)
+    assert rotary.tables is not None and not rotary.tables[0].is_inference()
     states = torch.randn(1, 2, 4, 8, requires_grad=True)
     F.mse_loss(rotate(states, *rotary.at(where, states, 5)), torch.zeros(1, 2, 4, 8)).backward()
     assert states.grad is not None and states.grad.abs().sum() > 0
