@@ -248,6 +248,5 @@ class StaticRounds(Rounds):
         context = self.work.context
         context.length, context.positions = 0, None
         assert context.weights is not None
-        for layer in context.weights.layers:
-            layer.restack()
+        context.weights.restack()
         return context

@@ -551,7 +551,7 @@ def test_a_replaced_part_shows_in_the_next_prompt(part: str, lean: bool) -> None
 def test_a_linear_of_any_number_of_rows(width: int, size: int, bias: bool) -> None:
     torch.manual_seed(0)
     module = nn.Linear(width, size, bias=bias)
-    linear = Linear(module)
+    linear = Linear.of(module)
     assert (linear.tiles is not None) == (size % 32 == 0 and width * size >= 1 << 16)
     for rows in range(1, 25):
         states = torch.randn(1, rows, width)
@@ -569,7 +569,7 @@ def test_a_linear_of_any_number_of_rows(width: int, size: int, bias: bool) -> No
 def test_a_linear_with_a_bias_leaves_its_input_and_parameters_alone() -> None:
     module, states = nn.Linear(2048, 32), torch.randn(1, 6, 2048)
     before = [tensor.detach().clone() for tensor in (states, module.weight, module.bias)]
-    linear = Linear(module)
+    linear = Linear.of(module)
     assert torch.equal(linear(states), linear(states))
     for kept, tensor in zip(before, (states, module.weight, module.bias), strict=True):
         assert torch.equal(kept, tensor)
@@ -579,13 +579,13 @@ def test_a_linear_with_a_bias_leaves_its_input_and_parameters_alone() -> None:
 def test_a_linear_in_other_precisions(dtype: torch.dtype) -> None:
     module = nn.Linear(256, 256).to(dtype)
     states = torch.randn(2, 4, 256, dtype=dtype)
-    assert torch.equal(Linear(module)(states), module(states))
+    assert torch.equal(Linear.of(module)(states), module(states))
 
 
 def test_a_linear_whose_weight_does_not_lie_in_rows() -> None:
     module = nn.Linear(256, 256)
     module.weight = nn.Parameter(torch.randn(256, 256).T)
-    linear, states = Linear(module), torch.randn(1, 6, 256)
+    linear, states = Linear.of(module), torch.randn(1, 6, 256)
     assert linear.tiles is None
     check(linear(states), module(states))
 
@@ -601,7 +601,7 @@ def gradients(function: Callable[[Tensor], Tensor], states: Tensor, *parameters:
 @pytest.mark.parametrize("size", [32, 256])
 def test_gradients_of_a_linear(rows: int, size: int) -> None:
     module, states = nn.Linear(65536 // size, size), torch.randn(1, rows, 65536 // size)
-    linear = Linear(module)
+    linear = Linear.of(module)
     assert linear.tiles is not None
     parameters = (module.weight, module.bias)
     for ours, theirs in zip(
