@@ -52,6 +52,7 @@ class Rounds:
     def __init__(self, pair: Pair, task: Task) -> None:
         self.pair, self.task = pair, task
         self.key = torch.tensor([signed_prompt_key(task.prompt_ids)], device=pair.device)
+        self.seed: int | Tensor = task.sampling.seed
         self.stop_ids = torch.tensor(sorted(task.stop_ids), dtype=torch.int64, device=pair.device)
         self.drafting = False
         self.committed = 0
@@ -144,7 +145,7 @@ class Rounds:
 
     def _draw(self, logits_NV: Tensor, places_N: Tensor) -> Tensor:
         """The target's tokens at these output positions."""
-        return draw_tokens(logits_NV, self.task.sampling, self.key.expand(len(places_N)), places_N)
+        return draw_tokens(logits_NV, self.task.sampling, self.key.expand(len(places_N)), places_N, self.seed)
 
     # ---- where keys and values are kept
 

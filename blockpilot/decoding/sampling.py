@@ -80,7 +80,9 @@ Numbers = Sequence[int] | Tensor
 """Plain numbers, or an int64 tensor where they are known on the device only."""
 
 
-def draw_tokens(logits_NV: Tensor, sampling: Sampling, keys: Numbers, positions: Numbers) -> Tensor:
+def draw_tokens(
+    logits_NV: Tensor, sampling: Sampling, keys: Numbers, positions: Numbers, seed: int | Tensor | None = None
+) -> Tensor:
     """The target's own token for each row, int64 ``[N]``.
 
     Greedy: the argmax (lowest id on exact ties). Otherwise Gumbel-max over the filtered distribution.
@@ -90,11 +92,14 @@ def draw_tokens(logits_NV: Tensor, sampling: Sampling, keys: Numbers, positions:
         sampling: temperature, filters, seed.
         keys: prompt key of each row (in a tensor as :func:`signed_prompt_key` gives it).
         positions: output position of each row (0 is the prefill token).
+        seed: stands in for ``sampling.seed`` where it is known on the device only (as a signed number).
     """
     if sampling.greedy:
         return most_likely(logits_NV)
     scores = filtered_log_probs(logits_NV, sampling)
-    return most_likely(scores + gumbel_noise(sampling.seed, keys, positions, scores.shape[-1], scores.device))
+    return most_likely(
+        scores + gumbel_noise(sampling.seed if seed is None else seed, keys, positions, scores.shape[-1], scores.device)
+    )
 
 
 def most_likely(scores: Tensor) -> Tensor:
@@ -123,7 +128,7 @@ def filtered_log_probs(logits_NV: Tensor, sampling: Sampling) -> Tensor:
     return log_probs
 
 
-def gumbel_noise(seed: int, keys: Numbers, positions: Numbers, size: int, device: torch.device) -> Tensor:
+def gumbel_noise(seed: int | Tensor, keys: Numbers, positions: Numbers, size: int, device: torch.device) -> Tensor:
     """Standard Gumbel noise, fp32 ``[N, size]``: entry ``v`` of a row is a function of (seed, key, position, v).
 
     Computed in float64 from 32-bit integers and rounded once, so devices agree.
@@ -133,7 +138,7 @@ def gumbel_noise(seed: int, keys: Numbers, positions: Numbers, size: int, device
     return (-torch.log(-torch.log(uniform))).float()
 
 
-def counter_bits(seed: int, keys: Numbers, positions: Numbers, size: int, device: torch.device) -> Tensor:
+def counter_bits(seed: int | Tensor, keys: Numbers, positions: Numbers, size: int, device: torch.device) -> Tensor:
     """Uniform 32-bit integers, int64 ``[N, size]``, from Philox4x32-10.
 
     Counter words: ``v // 4``, position, and the two halves of the prompt key; key words: the two halves of the seed.
@@ -143,7 +148,7 @@ def counter_bits(seed: int, keys: Numbers, positions: Numbers, size: int, device
     key, place = _words(keys, device), _words(positions, device)
     words = (place & _MASK32, key & _MASK32, (key >> 32) & _MASK32)
     counter = [lanes.expand(len(place), -1), *(word[:, None].expand(-1, len(lanes)) for word in words)]
-    words = philox(counter, (seed & _MASK32, seed >> 32))
+    words = philox(counter, (seed & _MASK32, (seed >> 32) & _MASK32))
     return torch.stack(words, dim=-1).flatten(1)[:, :size]
 
 
@@ -154,7 +159,7 @@ def _words(numbers: Numbers, device: torch.device) -> Tensor:
     return torch.tensor([n - 2**64 if n >= 2**63 else n for n in numbers], dtype=torch.int64, device=device)
 
 
-def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> list[Tensor]:
+def philox(counter: Sequence[Tensor], key: tuple[int | Tensor, int | Tensor]) -> list[Tensor]:
     """Philox4x32-10 on four int64 tensors of 32-bit words; returns four more.
 
     Source: Salmon et al. 2011. Products wrap at 64 bits; the upper half survives the sign because it is masked.

@@ -13,7 +13,7 @@ Shapes: N positions of the block, F tapped features.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -42,6 +42,7 @@ class Shape:
     window: int
     drafting: bool
     sampling: Sampling
+    """Its seed is 0 here: that is in a tensor."""
     num_stops: int
 
 
@@ -69,7 +70,9 @@ class Workspace:
         zero = torch.zeros(1, dtype=torch.int64, device=pair.device)
         # the last committed token, its position, the output place of the next one, tokens still allowed
         self.token, self.position, self.place, self.budget = (zero.clone() for _ in range(4))
-        self.key = zero.clone()
+        self.key, self.seed = zero.clone(), zero.clone()
+        # graphs never run at the same time, so what they compute on the way may lie in one place
+        self.pool = torch.cuda.graph_pool_handle() if self.may_capture else None
         self.stop_ids: dict[int, Tensor] = {}
 
     def fits(self, pair: Pair, capacity: int) -> bool:
@@ -122,11 +125,13 @@ class StaticRounds(Rounds):
     def start(self, drafting: bool) -> None:
         """Fills the device's accounts; see :meth:`Rounds.start`."""
         super().start(drafting)
-        work, count = self.work, len(self.stop_ids)
+        work, task, count = self.work, self.task, len(self.stop_ids)
         work.key.copy_(self.key)
+        seed = task.sampling.seed
+        work.seed.fill_(seed - 2**64 if seed >= 2**63 else seed)
         work.stop_ids.setdefault(count, torch.empty_like(self.stop_ids)).copy_(self.stop_ids)
         # from here on it is the workspace's copies that count
-        self.key, self.stop_ids = work.key, work.stop_ids[count]
+        self.key, self.seed, self.stop_ids = work.key, work.seed, work.stop_ids[count]
         self._open_accounts()
 
     def rewind(self, drafting: bool) -> None:
@@ -172,7 +177,7 @@ class StaticRounds(Rounds):
         if not work.may_capture:
             return self._advance(width)
         window = _power_of_two(work.cache.length + width)
-        shape = Shape(width, window, self.drafting, self.task.sampling, len(self.stop_ids))
+        shape = Shape(width, window, self.drafting, replace(self.task.sampling, seed=0), len(self.stop_ids))
         if shape not in work.graphs:
             # the first time runs as it is: it also makes tables and workspaces that must exist before a capture
             work.graphs[shape] = None
@@ -220,7 +225,7 @@ class StaticRounds(Rounds):
         try:
             graph = torch.cuda.CUDAGraph()
             # other threads (a data loader, say) may use the device meanwhile
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=work.pool, capture_error_mode="thread_local"):
                 settled = self._advance(shape.width)
             tables = (self.pair.runner.decoder, self.pair.drafter.rotary.tables)
             captured = Captured(graph, settled, (*tables, self.pair.runner.decoder.rotary.tables))  # type: ignore[union-attr]

@@ -64,6 +64,13 @@ def test_a_round_reads_nothing_back(options: dict[str, Any], block_size: int, dr
     rounds.close()
 
 
+@pytest.mark.parametrize("seed", [0, 5, 2**32 + 7, 2**63 + 9])
+def test_seeds_stand_on_the_device(seed: int, used: list[StaticRounds]) -> None:
+    pair, prompt = make_pair(seed=5, layers=3, eos=None), make_prompts([9], seed=3)[0]
+    out = generate(pair, prompt, FixedPolicy(3), max_new_tokens=12, temperature=1.0, seed=seed)
+    assert out.output_ids == own_output(pair, prompt, 12, temperature=1.0, seed=seed)
+
+
 def test_prompts_share_the_buffers_and_see_nothing_of_each_other(used: list[StaticRounds]) -> None:
     pair, prompts = make_pair(seed=5, layers=3, eos=None), make_prompts([30, 4, 17, 30], seed=7)
     for prompt in prompts:
