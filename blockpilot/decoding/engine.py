@@ -20,7 +20,7 @@ from blockpilot.decoding.rounds import Rounds, Task, stop_ids_of
 from blockpilot.decoding.sampling import Sampling, prompt_key
 from blockpilot.decoding.static import StaticRounds
 from blockpilot.decoding.verify import output_budget
-from blockpilot.errors import UserError, integer
+from blockpilot.errors import UserError, brief, integer, integers
 from blockpilot.models.pair import Pair
 
 
@@ -111,10 +111,12 @@ def generate(
         on_tokens: called with the first token, then with each round's committed tokens. What it raises ends the call.
 
     Raises:
-        UserError: an empty prompt, one longer than the target's positions, a value out of range, or a policy that
-            picks less than 1.
+        UserError: an empty prompt, one longer than the target's positions, a value out of range, a policy that
+            picks less than 1, or a policy or ``on_tokens`` that cannot be called.
     """
+    _check_calls(policy, on_tokens)
     sampling = Sampling(temperature, top_p, top_k, seed)
+    max_new_tokens = integer("max_new_tokens", max_new_tokens)
     prompt_ids = check_prompt(pair, prompt_ids, max_new_tokens)
     budget = output_budget(max_new_tokens, len(prompt_ids), pair.max_positions)
     task = Task(prompt_ids, sampling, stop_ids_of(pair, stop_token_ids), budget)
@@ -131,9 +133,10 @@ def rounds_for(pair: Pair, task: Task) -> Rounds:
 
 def check_prompt(pair: Pair, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:
     """The prompt as plain numbers; raises ``UserError`` unless it can be decoded."""
-    if isinstance(prompt_ids, str) or not hasattr(prompt_ids, "__len__"):
+    # a set has no order
+    if isinstance(prompt_ids, str) or not hasattr(prompt_ids, "__getitem__"):
         raise UserError(f"prompt_ids is a {type(prompt_ids).__name__}; expected a list of token ids (see Pair.encode)")
-    prompt_ids = [integer("prompt_ids holds a token that", token) for token in prompt_ids]
+    prompt_ids = integers("prompt_ids", prompt_ids)
     if len(prompt_ids) < 1:
         raise UserError("prompt_ids is empty; expected at least one token id")
     if len(prompt_ids) > pair.max_positions:
@@ -145,6 +148,23 @@ def check_prompt(pair: Pair, prompt_ids: Sequence[int], max_new_tokens: int) -> 
     if integer("max_new_tokens", max_new_tokens) < 1:
         raise UserError(f"max_new_tokens={max_new_tokens!r} is not allowed; expected a number of at least 1")
     return prompt_ids
+
+
+def _check_calls(policy: object, on_tokens: object) -> None:
+    """Raises ``UserError`` unless both can be called as :func:`generate` will."""
+    update = getattr(policy, "update", None)
+    if (
+        isinstance(policy, type)
+        or not callable(getattr(policy, "choose", None))
+        or not (update is None or callable(update))
+    ):
+        raise UserError(
+            f"policy={brief(policy)} is not allowed; expected an object with choose(prefill), as FixedPolicy(16)"
+        )
+    if on_tokens is not None and not callable(on_tokens):
+        raise UserError(
+            f"on_tokens={brief(on_tokens)} is not allowed; expected a function of a list of tokens, or None"
+        )
 
 
 class _Decoding:
@@ -209,6 +229,7 @@ class _Decoding:
 
 
 def _checked(block_size: int) -> int:
-    if integer("the policy's block size", block_size) < 1:
-        raise UserError(f"the policy picked block size {block_size}; expected a number of at least 1")
-    return int(block_size)
+    size = integer("the policy's block size", block_size)
+    if size < 1:
+        raise UserError(f"the policy picked block size {size}; expected a number of at least 1")
+    return size

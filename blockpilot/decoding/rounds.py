@@ -16,6 +16,7 @@ from torch import Tensor
 
 from blockpilot.decoding.sampling import Sampling, draw_tokens, most_likely, signed_prompt_key
 from blockpilot.decoding.verify import block_width, settle
+from blockpilot.errors import integers
 from blockpilot.models.drafter import DrafterContext
 from blockpilot.models.kv_cache import KVCache
 from blockpilot.models.pair import Pair
@@ -167,5 +168,13 @@ class Rounds:
 
 
 def stop_ids_of(pair: Pair, stop_token_ids: Collection[int] | None) -> frozenset[int]:
-    """The pair's stop tokens, or the caller's in their place."""
-    return frozenset(pair.stop_token_ids if stop_token_ids is None else stop_token_ids)
+    """The pair's stop tokens, or the caller's in their place.
+
+    Raises:
+        UserError: the caller's are not whole numbers.
+    """
+    given = pair.stop_token_ids if stop_token_ids is None else stop_token_ids
+    # plain numbers: the host looks a token up by its hash, which that of a tensor is not
+    listed = integers("stop_token_ids", given)
+    # what is outside the vocabulary is never drawn
+    return frozenset(token for token in listed if 0 <= token < pair.vocab_size)

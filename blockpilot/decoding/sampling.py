@@ -13,11 +13,12 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
 
-from blockpilot.errors import UserError, integer
+from blockpilot.errors import UserError, brief, integer
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy everywhere."""
@@ -43,12 +44,11 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        # plain numbers from here on: those of NumPy wrap around or overflow where Python's do not
         for name in ("temperature", "top_p"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)):
-                raise UserError(f"{name}={value!r} is not allowed; expected a number")
-        integer("top_k", self.top_k)
-        integer("seed", self.seed)
+            object.__setattr__(self, name, _real(name, getattr(self, name)))
+        for name in ("top_k", "seed"):
+            object.__setattr__(self, name, integer(name, getattr(self, name)))
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise UserError(f"temperature={self.temperature!r} is not allowed; expected a finite number of at least 0")
         if not 0 < self.top_p <= 1:
@@ -62,6 +62,15 @@ class Sampling:
     def greedy(self) -> bool:
         """Whether the draw is the argmax."""
         return self.temperature < GREEDY_BELOW
+
+
+def _real(key: str, value: object) -> float:
+    try:
+        if isinstance(value, Real):
+            return float(value)
+    except OverflowError:  # a whole number beyond all floats
+        pass
+    raise UserError(f"{key}={brief(value)} is not allowed; expected a number")
 
 
 def prompt_key(prompt_ids: Sequence[int]) -> int:

@@ -8,7 +8,7 @@ Shapes: B prompts, V vocabulary, D hidden size, F tapped features.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from blockpilot.decoding.engine import check_prompt
 from blockpilot.decoding.rounds import stop_ids_of
 from blockpilot.decoding.sampling import Sampling, draw_tokens, prompt_key
 from blockpilot.decoding.verify import output_budget
+from blockpilot.errors import UserError, brief, integer
 from blockpilot.models.kv_cache import RaggedKVCache
 from blockpilot.models.pair import Pair
 
@@ -69,6 +70,13 @@ def generate_batch(
         UserError: a prompt that cannot be decoded, or a value out of range.
     """
     sampling = Sampling(temperature, top_p, top_k, seed)
+    max_new_tokens, beyond = integer("max_new_tokens", max_new_tokens), integer("beyond", beyond)
+    if beyond < 0:
+        raise UserError(f"beyond={beyond} is not allowed; expected a number of at least 0")
+    if not isinstance(prompts, Iterable):
+        raise UserError(
+            f"prompts={brief(prompts)} is not allowed; expected a list of prompts, each a list of token ids"
+        )
     checked = [check_prompt(pair, prompt, max_new_tokens) for prompt in prompts]
     if not checked:
         return []

@@ -11,7 +11,7 @@ import torch
 
 from blockpilot.config import require
 from blockpilot.decoding.engine import Prefill
-from blockpilot.errors import UserError, integer
+from blockpilot.errors import UserError, integer, integers
 from blockpilot.metrics import best_choice
 
 if TYPE_CHECKING:
@@ -48,10 +48,8 @@ class RandomPolicy:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        allowed = "at least one block size, each 1 or more"
-        require(
-            len(self.block_sizes) > 0 and min(self.block_sizes) >= 1, "block_sizes", list(self.block_sizes), allowed
-        )
+        sizes = integers("block_sizes", self.block_sizes)
+        require(len(sizes) > 0 and min(sizes) >= 1, "block_sizes", sizes, "at least one block size, each 1 or more")
 
     def choose(self, prefill: Prefill) -> int:
         """One of the candidates."""

@@ -7,8 +7,10 @@ import signal
 import time
 from collections import Counter
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -720,3 +722,49 @@ def test_any_pair_any_policy_any_stops(data: st.DataObject) -> None:
             lengths.append(min(depth + 1, sizes[len(lengths) % len(sizes)], left))
             left -= lengths[-1]
         assert out.acceptance_lengths == lengths
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, lambda ids: [torch.tensor(i) for i in ids]])
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_numbers_of_other_libraries_are_numbers(kind: Any, block_size: int) -> None:
+    pair = successor_pair(2)
+    plain = generate(pair, [9, 10], FixedPolicy(block_size), max_new_tokens=100, stop_token_ids=[40])
+    # np.uint8(255) + 2 is 1: budgets must not be added up as what they came as
+    budget: Any = np.uint8(255)
+    other = generate(
+        pair, kind([9, 10]), FixedPolicy(kind([block_size])[0]), max_new_tokens=budget, stop_token_ids=kind([40])
+    )
+    assert plain.output_ids[-1] == 40 and other.output_ids == plain.output_ids
+
+
+def test_stop_ids_outside_the_vocabulary_never_stop() -> None:
+    pair = successor_pair(2)
+    plain = generate(pair, [9, 10], FixedPolicy(4), max_new_tokens=20, stop_token_ids=[])
+    beyond = generate(pair, [9, 10], FixedPolicy(4), max_new_tokens=20, stop_token_ids=[-1, 64, 2**63, 2**80])
+    assert beyond.output_ids == plain.output_ids
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"stop_token_ids": 5}, "stop_token_ids=5 is not allowed; expected a list"),
+        ({"stop_token_ids": torch.tensor(5)}, "stop_token_ids=tensor.5. is not allowed; expected a list"),
+        ({"stop_token_ids": ["</s>"]}, "stop_token_ids.0.='</s>' is not allowed; expected a whole"),
+        ({"stop_token_ids": [3, 5.5]}, "stop_token_ids.1.=5.5 is not allowed"),
+        ({"stop_token_ids": [None]}, "stop_token_ids.0.=None is not allowed"),
+        ({"prompt_ids": torch.tensor(5)}, "prompt_ids=tensor.5. is not allowed; expected a list"),
+        ({"prompt_ids": torch.zeros(1, 200, dtype=torch.int64)}, "prompt_ids.0.=tensor"),
+        ({"prompt_ids": {9, 10}}, "prompt_ids is a set"),
+        ({"on_tokens": 5}, "on_tokens=5 is not allowed; expected a function"),
+        ({"policy": 16}, "policy=16 is not allowed; expected an object with choose"),
+        ({"policy": None}, "policy=None is not allowed"),
+        ({"policy": FixedPolicy}, "policy=<class .* is not allowed"),
+        ({"policy": SimpleNamespace(choose=lambda prefill: 3, update=5)}, "policy=.* is not allowed"),
+        ({"policy": SimpleNamespace(choose=lambda prefill: torch.zeros(40, 40))}, "block size=tensor"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_one_line(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        arguments: dict[str, Any] = {"prompt_ids": [9, 10], "policy": FixedPolicy(4)} | wrong
+        generate(successor_pair(2), **arguments)
+    assert "\n" not in str(caught.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -290,3 +291,22 @@ def test_prompt_keys_are_the_same_for_ever() -> None:
     # caches and trained policies hold these numbers
     assert prompt_key([1, 2, 3]) == int.from_bytes(bytes.fromhex("e2353910701f1c2a"), "little")
     assert prompt_key([1, 23]) != prompt_key([12, 3])
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.uint8, np.uint64, torch.tensor])
+def test_whole_numbers_of_other_libraries(kind: Any) -> None:
+    assert Sampling(1.0, top_k=kind(5), seed=kind(7)) == Sampling(1.0, top_k=5, seed=7)
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    plain, other = (
+        draw_tokens(logits, Sampling(1.0, top_k=k, seed=s), [1] * 4, range(4)) for k, s in ((5, 7), (kind(5), kind(7)))
+    )
+    assert plain.tolist() == other.tolist()
+
+
+def test_real_numbers_of_other_libraries() -> None:
+    half: Any = np.float32(0.5)
+    given = Sampling(half, top_p=half)
+    assert given == Sampling(0.5, top_p=0.5) and type(given.temperature) is float
+    assert Sampling(np.int64(1), top_k=True) == Sampling(1.0, top_k=1)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"^temperature=1000.*\.\.\. is not allowed; expected a number$"):
+        Sampling(10**400)

@@ -160,3 +160,26 @@ def test_prompts_that_fill_the_positions() -> None:
 def test_prompts_that_cannot_be_decoded(prompts: list[list[int]], message: str) -> None:
     with pytest.raises(UserError, match=message):
         generate_batch(pair_of("qwen3"), prompts, max_new_tokens=2, stop_token_ids=[], features=True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"prompts": None}, "prompts=None is not allowed; expected a list of prompts"),
+        ({"beyond": -1}, "beyond=-1 is not allowed"),
+        ({"beyond": 1.5}, "beyond=1.5 is not allowed"),
+        ({"stop_token_ids": 5}, "stop_token_ids=5 is not allowed"),
+        ({"max_new_tokens": 2.0}, "max_new_tokens=2.0 is not allowed"),
+    ],
+)
+def test_values_that_cannot_be_used(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        arguments: dict[str, Any] = {"prompts": [[9, 10]]} | wrong
+        generate_batch(make_pair(), **arguments)
+
+
+def test_stop_ids_in_a_tensor_stop_every_row() -> None:
+    pair = make_pair(successor=True, eos=None)
+    stops: Any = torch.tensor([40])
+    both = generate_batch(pair, [[9], [20]], max_new_tokens=60, stop_token_ids=stops)
+    assert [one.output_ids[-1] for one in both] == [40, 40]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -93,3 +94,9 @@ def test_oracle_reaches_the_best_tau_when_decoding() -> None:
         out = generate(pair, prompt, policy, max_new_tokens=25)
         assert out.tau == max(record.tau.values())
         assert set(out.block_sizes) == {out.first_block_size}
+
+
+@pytest.mark.parametrize("sizes", [None, 4, [None], ["4"], [2.5], [[4]]])
+def test_random_takes_whole_numbers_only(sizes: Any) -> None:
+    with pytest.raises(UserError, match=r"block_sizes.* is not allowed; expected a"):
+        RandomPolicy(sizes)
