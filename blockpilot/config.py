@@ -532,7 +532,7 @@ def run_job(config: DictConfig, schema: type[T], run: Callable[[T, Path, str | N
         log.error("error: %s", error)
         _failed_jobs.append(str(folder))
     except (KeyboardInterrupt, SystemExit):  # Lightning turns the first into the second
-        log.error("interrupted; the labels collected so far are kept, the same command goes on from them")
+        log.error("interrupted; labels collected so far are kept, and the same command goes on from them")
         sys.exit(130)
 
 

@@ -125,7 +125,13 @@ def generate(
 
 
 def rounds_for(pair: Pair, task: Task) -> Rounds:
-    """The fastest rounds this pair can have where it is."""
+    """The fastest rounds this pair can have where it is.
+
+    Raises:
+        UserError: target and drafter were given different dtypes after they were loaded.
+    """
+    if pair.target.dtype != pair.drafter.dtype:
+        raise UserError(f"target and drafter differ in dtype: {pair.target.dtype} and {pair.drafter.dtype}")
     if pair.device.type == "cuda" and pair.runner.refresh():
         return StaticRounds(pair, task)
     return Rounds(pair, task)

@@ -15,6 +15,7 @@ import dataclasses
 import json
 import logging
 import math
+import os
 import platform
 import re
 import time
@@ -127,12 +128,23 @@ class LatencyProfile:
         return None
 
     def save(self, path: str | Path) -> None:
-        """Writes the profile as JSON; the folder is made where it is missing."""
+        """Writes the profile as JSON, whole or not at all; the folder is made where it is missing.
+
+        Raises:
+            UserError: it cannot be written there.
+        """
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
         content = {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
         lines = [f"  {json.dumps(key)}: {_json(value)}" for key, value in content.items()]
-        path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+            unfinished.replace(path)
+        except OSError as error:
+            raise UserError(f"latency profile {path} cannot be written: {error.strerror}") from error
+        finally:
+            unfinished.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | Path) -> LatencyProfile:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from blockpilot.errors import UserError
@@ -111,13 +113,18 @@ class TargetRunner:
             keep: logits of the last ``keep`` positions; 0 keeps all.
             tap: whether ``features`` are wanted.
         """
+        return self._forward(self.decoder, input_ids_1Q, cache, keep, tap)
+
+    def _forward(
+        self, decoder: LeanDecoder | None, input_ids_1Q: Tensor, cache: KVCache, keep: int, tap: bool
+    ) -> TargetOutput:
         start, width = cache.length, input_ids_1Q.shape[1]
         positions = torch.arange(start, start + width, device=self.device)[None]
         mask = None
-        if self.decoder is not None and start > 0 and width > 1:
+        if decoder is not None and start > 0 and width > 1:
             # what transformers builds for its own forward: block position i sees the slots up to start + i
             mask = self.embedding.weight.new_full((width, start + width), -torch.inf).triu_(start + 1)
-        return self._run(input_ids_1Q, cache, positions, start + width, mask, keep, tap)
+        return self._run(decoder, input_ids_1Q, cache, positions, start + width, mask, keep, tap)
 
     def forward_ragged(
         self, input_ids_RQ: Tensor, cache: RaggedKVCache, rows_R: Tensor, positions_RQ: Tensor, *, keep: int = 0,
@@ -128,7 +135,7 @@ class TargetRunner:
         cache.length = int(positions_RQ.max()) + 1
         slots = torch.arange(cache.length, device=positions_RQ.device)
         mask = self.additive((slots <= positions_RQ[..., None])[:, None])
-        return self._run(input_ids_RQ, cache, positions_RQ, cache.length, mask, keep, tap)
+        return self._run(self.decoder, input_ids_RQ, cache, positions_RQ, cache.length, mask, keep, tap)
 
     def forward_static(
         self, input_ids_1Q: Tensor, cache: StaticKVCache, positions_Q: Tensor, *, tap: bool = True
@@ -140,7 +147,7 @@ class TargetRunner:
         assert self.decoder is not None, "only a lean forward can be captured"
         cache.positions = positions_Q
         mask = self.additive(torch.arange(cache.window, device=self.device) <= positions_Q[:, None])
-        return self._run(input_ids_1Q, cache, positions_Q[None], cache.capacity, mask, 0, tap)
+        return self._run(self.decoder, input_ids_1Q, cache, positions_Q[None], cache.capacity, mask, 0, tap)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """The target's input embeddings, for a drafter."""
@@ -162,13 +169,14 @@ class TargetRunner:
         return weight.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(weight.dtype).min)
 
     def _run(
-        self, input_ids: Tensor, cache: KVCache, positions: Tensor, end: int, mask: Tensor | None, keep: int, tap: bool
-    ) -> TargetOutput:
-        if self.decoder is None:
+        self, decoder: LeanDecoder | None, input_ids: Tensor, cache: KVCache, positions: Tensor, end: int,
+        mask: Tensor | None, keep: int, tap: bool,
+    ) -> TargetOutput:  # fmt: skip
+        if decoder is None:
             return self._run_module(input_ids, cache, positions, mask, keep, tap)
-        hidden, tapped = self.decoder(input_ids, positions, end, cache, mask, self.layer_ids if tap else ())
+        hidden, tapped = decoder(input_ids, positions, end, cache, mask, self.layer_ids if tap else ())
         kept = hidden[:, -keep:]
-        return TargetOutput(self.logits(kept), kept, torch.cat(tapped, dim=-1) if tap else None)
+        return TargetOutput(decoder.head(kept), kept, torch.cat(tapped, dim=-1) if tap else None)
 
     def _run_module(
         self, input_ids: Tensor, cache: KVCache, positions: Tensor, mask: Tensor | None, keep: int, tap: bool
@@ -180,6 +188,7 @@ class TargetRunner:
                 position_ids=positions,
                 use_cache=True,
                 logits_to_keep=keep,
+                return_dict=True,
                 **{self._cache_key: cache},
             )
         features = torch.cat([captured[i] for i in self.layer_ids], dim=-1) if tap else None
@@ -194,9 +203,9 @@ class TargetRunner:
             for layer in self.decoder.layers:
                 layer.restack()
             return True
-        self.decoder = None
         self._look()
         if not self.lean or not supports(self.model):
+            self.decoder = None
             return False
         decoder = LeanDecoder(self.model)
         dtype = self.embedding.weight.dtype
@@ -213,11 +222,12 @@ class TargetRunner:
         weight = self.embedding.weight
         tokens = torch.arange(11, device=weight.device)[None] * 7919 % weight.shape[0]
         found: list[list[Tensor]] = []
-        for self.decoder in (None, decoder):
+        # not by way of self.decoder: an interrupt, or another thread, must not find it unchecked
+        for one in (None, decoder):
             cache = KVCache(len(self.layers), tokens.shape[1])
-            first = self.forward(tokens[:, :7], cache)
+            first = self._forward(one, tokens[:, :7], cache, 0, True)
             cache.length = 7
-            second = self.forward(tokens[:, 7:], cache)
+            second = self._forward(one, tokens[:, 7:], cache, 0, True)
             assert first.features is not None and second.features is not None
             found.append([first.logits, second.logits, first.features, second.features])
         tolerance = _HALF_TOLERANCE if weight.element_size() == 2 else _TOLERANCE
@@ -228,20 +238,25 @@ class TargetRunner:
     @contextmanager
     def _capture(self, tap: bool) -> Iterator[dict[int | str, Tensor]]:
         captured: dict[int | str, Tensor] = {}
+        # the modules are shared: a pass of another thread goes through the same hooks
+        owner = threading.get_ident()
 
         def keep_output(index: int):
             def hook(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
-                captured[index] = output if isinstance(output, Tensor) else output[0]
+                if threading.get_ident() == owner:
+                    captured[index] = output if isinstance(output, Tensor) else output[0]
 
             return hook
 
         def keep_input(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            captured["hidden"] = args[0]
+            if threading.get_ident() == owner:
+                captured["hidden"] = args[0]
 
-        handles = [self.head.register_forward_pre_hook(keep_input)]
-        if tap:
-            handles += [self.layers[i].register_forward_hook(keep_output(i)) for i in set(self.layer_ids)]
+        handles: list[RemovableHandle] = []
         try:
+            handles.append(self.head.register_forward_pre_hook(keep_input))
+            for index in set(self.layer_ids) if tap else ():
+                handles.append(self.layers[index].register_forward_hook(keep_output(index)))
             yield captured
         finally:
             for handle in handles:

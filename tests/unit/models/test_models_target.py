@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from blockpilot.errors import UserError
 from blockpilot.models import TargetRunner
 from blockpilot.models.kv_cache import KVCache
 from blockpilot.policies import FixedPolicy
-from tests.toy import hooks_of, make_drafter, make_pair, make_prompts, make_target
+from tests.toy import greedy_by_transformers, hooks_of, make_drafter, make_pair, make_prompts, make_target
 
 KINDS: dict[str, Any] = {
     "qwen3": {},
@@ -167,3 +168,38 @@ def test_a_pair_in_half_precision_decodes() -> None:
     pair = make_pair(target=target.bfloat16(), drafter=drafter)
     out = generate(pair, [9, 8, 7], FixedPolicy(3), max_new_tokens=6, stop_token_ids=[])
     assert len(out.output_ids) == 6
+
+
+@pytest.mark.parametrize("lean", [True, False])
+def test_two_threads_decode_with_one_pair_at_once(lean: bool) -> None:
+    """From the first call on, which checks the lean forward; and by the model's own, whose hooks are shared."""
+    pair = make_pair(seed=5, layers=3, eos=None, attention="sdpa" if lean else "eager")
+    prompts = make_prompts([9, 14, 5, 20], seed=3)
+    with ThreadPoolExecutor(4) as pool:
+        outs = list(pool.map(lambda p: generate(pair, p, FixedPolicy(4), max_new_tokens=25), prompts * 3))
+    for prompt, out in zip(prompts * 3, outs, strict=True):
+        assert out.output_ids == greedy_by_transformers(pair.target, prompt, 25)
+
+
+def test_an_interrupt_of_the_first_check_leaves_nothing_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, prompt = make_pair(seed=5, layers=3, eos=None), make_prompts([9], seed=3)[0]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("blockpilot.models.target.LeanDecoder.__call__", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            generate(pair, prompt, FixedPolicy(4), max_new_tokens=5)
+    assert pair.runner.decoder is None and hooks_of(pair.target) == []
+    assert generate(pair, prompt, FixedPolicy(4), max_new_tokens=9).output_ids == greedy_by_transformers(
+        pair.target, prompt, 9
+    )
+
+
+def test_a_target_that_was_given_another_dtype_alone() -> None:
+    pair = make_pair()
+    torch.nn.Module.to(pair.target, torch.bfloat16)
+    for size in (1, 4):
+        with pytest.raises(UserError, match=r"differ in dtype: torch\.bfloat16 and torch\.float32"):
+            generate(pair, [9, 8], FixedPolicy(size))
