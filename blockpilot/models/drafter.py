@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from blockpilot.errors import UserError
-from blockpilot.models.lean import DenseLayer, Linear, Norm, Rotary, attend, rotate
+from blockpilot.models.lean import DenseLayer, Linear, Norm, Rotary, attend
 
 
 @dataclass
@@ -120,37 +120,17 @@ class DFlashLayer(nn.Module):
 
 
 class DrafterWeights:
-    """A drafter's weights in the form the formulas take them.
-
-    By reference, but for the key and value projections: every layer's read the same context states, so they stand once
-    more in one matrix, and a context is extended by one product instead of two per layer.
-    """
+    """A drafter's weights, by reference, in the form the formulas take them."""
 
     def __init__(self, drafter: DFlashDrafter) -> None:
         self.layers = [DenseLayer(layer) for layer in drafter.layers]
         self.fuse = Linear.of(drafter.fc)
         self.hidden_norm, self.norm = Norm(drafter.hidden_norm), Norm(drafter.norm)
-        self._projections = [layer.key for layer in self.layers] + [layer.value for layer in self.layers]
-        self._key_norms = [cast(Any, layer).self_attn.k_norm for layer in drafter.layers]
-        weight, bias, norms = self._stacks()
-        self.keys_values = Linear(torch.cat(weight), torch.cat(bias) if bias else None)
-        self.key_norm = Norm(self._key_norms[0])
-        self.key_weights = torch.stack(norms)
-
-    def _stacks(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        biases = [projection.bias for projection in self._projections if projection.bias is not None]
-        return [p.weight for p in self._projections], biases, [norm.weight for norm in self._key_norms]
 
     def restack(self) -> None:
-        """Takes what stands once more as it is now, without moving it; see :meth:`DenseLayer.restack`."""
+        """Takes the head norms as they are now; see :meth:`DenseLayer.restack`."""
         for layer in self.layers:
             layer.restack()
-        weight, bias, norms = self._stacks()
-        with torch.inference_mode():
-            torch.cat(weight, out=self.keys_values.weight)
-            torch.stack(norms, out=self.key_weights)
-            if self.keys_values.bias is not None:
-                torch.cat(bias, out=self.keys_values.bias)
 
     def context(
         self, features_BTF: Tensor, positions_BT: Tensor, end: int, rotary: Rotary
@@ -158,13 +138,7 @@ class DrafterWeights:
         """Keys and values of context positions per layer; see :meth:`DFlashDrafter.project_context`."""
         context_BTD = self.hidden_norm(self.fuse(features_BTF.to(self.fuse.weight.dtype)))
         cos, sin = rotary.at(positions_BT, context_BTD, end)
-        layers, size = self.key_weights.shape
-        keys, values = self.keys_values(context_BTD).unflatten(-1, (2, layers, -1, size)).unbind(dim=2)
-        # a norm's weight is the same for all heads of its layer
-        keys = self.key_norm.scaled(keys, self.key_weights[:, None])
-        keys = rotate(keys, cos[..., None, :], sin[..., None, :])
-        # [B, T, layers, H, E] to one [B, H, T, E] per layer
-        return list(zip(keys.transpose(1, 3).unbind(dim=2), values.transpose(1, 3).unbind(dim=2), strict=True))
+        return [layer.keys_values(context_BTD, cos, sin) for layer in self.layers]
 
 
 class DFlashDrafter(PreTrainedModel):

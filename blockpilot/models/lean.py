@@ -179,6 +179,13 @@ class DenseLayer:
         values = self.value(normed_BQD).unflatten(-1, (-1, self.head_size))
         return rotated, keys.transpose(1, 2), values.transpose(1, 2)
 
+    def keys_values(self, context_BTD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated keys, and values, of states that ask nothing, each ``[B, K, T, E]``."""
+        keys = self.key(context_BTD).unflatten(-1, (-1, self.head_size))
+        keys = rotate(keys if self.key_norm is None else self.key_norm(keys), cos, sin)
+        values = self.value(context_BTD).unflatten(-1, (-1, self.head_size))
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
     def finish(self, states_BQD: Tensor, attended: Tensor) -> Tensor:
         """What follows attention: its output projection and the gated MLP, each added to what comes in."""
         states_BQD = states_BQD + self.output(attended)
