@@ -81,8 +81,12 @@ def prompt_key(prompt_ids: Sequence[int]) -> int:
 
 def signed_prompt_key(prompt_ids: Sequence[int]) -> int:
     """:func:`prompt_key` as a signed number, which tensors and files can hold."""
-    key = prompt_key(prompt_ids)
-    return key - 2**64 if key >= 2**63 else key
+    return signed(prompt_key(prompt_ids))
+
+
+def signed(number: int) -> int:
+    """The signed number of the same 64 bits."""
+    return number - 2**64 if number >= 2**63 else number
 
 
 Numbers = Sequence[int] | Tensor
@@ -113,7 +117,7 @@ def draw_tokens(
 
 def most_likely(scores: Tensor) -> Tensor:
     """The token with the highest score (lowest id on exact ties), int64, over the last dimension."""
-    # the same token either way; on a CPU argmax takes three times as long
+    # the same token either way; on a CPU argmax takes longer
     return scores.max(dim=-1).indices if scores.device.type == "cpu" else scores.argmax(dim=-1)
 
 
@@ -164,8 +168,7 @@ def counter_bits(seed: int | Tensor, keys: Numbers, positions: Numbers, size: in
 def _words(numbers: Numbers, device: torch.device) -> Tensor:
     if isinstance(numbers, Tensor):
         return numbers.to(device)
-    # a key of 64 bits is kept as the signed number of the same bits
-    return torch.tensor([n - 2**64 if n >= 2**63 else n for n in numbers], dtype=torch.int64, device=device)
+    return torch.tensor([signed(n) for n in numbers], dtype=torch.int64, device=device)
 
 
 def philox(counter: Sequence[Tensor], key: tuple[int | Tensor, int | Tensor]) -> list[Tensor]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from blockpilot.decoding.rounds import Rounds, Settled, Task
-from blockpilot.decoding.sampling import Sampling, most_likely
+from blockpilot.decoding.sampling import Sampling, most_likely, signed
 from blockpilot.decoding.verify import settle
 from blockpilot.models.drafter import DrafterContext
 from blockpilot.models.kv_cache import KVCache
@@ -127,8 +127,7 @@ class StaticRounds(Rounds):
         super().start(drafting)
         work, task, count = self.work, self.task, len(self.stop_ids)
         work.key.copy_(self.key)
-        seed = task.sampling.seed
-        work.seed.fill_(seed - 2**64 if seed >= 2**63 else seed)
+        work.seed.fill_(signed(task.sampling.seed))
         work.stop_ids.setdefault(count, torch.empty_like(self.stop_ids)).copy_(self.stop_ids)
         # from here on it is the workspace's copies that count
         self.key, self.seed, self.stop_ids = work.key, work.seed, work.stop_ids[count]

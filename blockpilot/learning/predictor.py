@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from blockpilot.learning.features import Features
 
 FEW_TOKENS = 64
-"""A single row of so few tokens is a product of its own, at half the time of an embedding bag."""
+"""A single row of so few tokens is a product of its own: an embedding bag costs more to set up."""
 
 
 class SparseLinear(nn.Module):
