@@ -10,10 +10,10 @@ import dataclasses
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -47,6 +47,24 @@ def check_device(device: str) -> None:
 
 def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
     require(value in allowed, key, value, "one of " + ", ".join(allowed))
+
+
+def expand_block_sizes(key: str, values: Sequence[object]) -> list[int]:
+    """Rising block sizes without repeats; ``...`` between two of them stands for all in between.
+
+    Raises:
+        UserError: none is given, one is below 1 or too large for the cache (2**15), or ``...`` has no number on a side.
+    """
+    sizes: list[int] = []
+    for place, value in enumerate(values):
+        around = values[place - 1 : place + 2] if place else ()
+        if value == "..." and len(around) == 3 and all(type(end) is int for end in (around[0], around[2])):
+            sizes += range(cast(int, around[0]), cast(int, around[2]))
+        else:
+            require(type(value) is int and 1 <= value < 2**15, key, list(values), "sizes of 1 or more, as [2,...,32]")
+            sizes.append(cast(int, value))
+    require(len(sizes) > 0, key, list(values), "at least one block size, as [2,...,32]")
+    return sorted(set(sizes))
 
 
 @dataclass
@@ -152,6 +170,12 @@ class OracleConfig:
     """replay (draft along the known trajectory) or enumerate (decode once per block size; the check)."""
     radius: int = 3
     """Candidates are {B - radius .. B + radius}, cut at 2 from below."""
+    block_sizes: list[Any] | None = None
+    """Candidates by hand, such as [8,16,24] or [2,...,32] (all from 2 to 32); null takes them from radius."""
+    per_round: bool = False
+    """Also store what every candidate would commit at every position: the bound of policies that decide each round."""
+    max_batch_tokens: int | None = None
+    """Most positions held, and most tokens drafted, at once; null starts high and halves where memory runs out."""
     tail_mass: float = 1e-3
     """Probability mass dropped from a stored prefill distribution; 0 keeps all of it."""
     store_logits: bool = False
@@ -164,6 +188,16 @@ class OracleConfig:
     def __post_init__(self) -> None:
         _one_of("oracle.method", self.method, ("replay", "enumerate"))
         require(self.radius >= 0, "oracle.radius", self.radius, "a number of at least 0")
+        if self.block_sizes is not None:
+            self.block_sizes = expand_block_sizes("oracle.block_sizes", self.block_sizes)
+        require(
+            not self.per_round or self.method == "replay",
+            "oracle.per_round",
+            self.per_round,
+            f"false with oracle.method={self.method}, which decodes and cannot start at every position",
+        )
+        fine = self.max_batch_tokens is None or self.max_batch_tokens >= 1
+        require(fine, "oracle.max_batch_tokens", self.max_batch_tokens, "a number of at least 1, or null")
         require(0 <= self.tail_mass < 1, "oracle.tail_mass", self.tail_mass, "a number in [0, 1)")
         _one_of("oracle.tau_convention", self.tau_convention, ("committed", "reference"))
 
@@ -433,7 +467,7 @@ class TrainConfig(CollectRunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
-            self.predictor.k <= self.oracle.radius,
+            self.predictor.k <= self.oracle.radius or self.oracle.block_sizes is not None,
             "predictor.k",
             self.predictor.k,
             f"at most oracle.radius={self.oracle.radius}; raise oracle.radius to collect labels for more block sizes",

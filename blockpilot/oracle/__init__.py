@@ -1,7 +1,7 @@
 """Labels: which block size would have been best for a prompt, and the prefill distribution it was seen with."""
 
 from blockpilot.oracle.cache import CacheKey, CacheRow, LabelCache
-from blockpilot.oracle.collect import candidate_block_sizes, fill, open_cache, shards_to_fill
+from blockpilot.oracle.collect import candidate_block_sizes, candidates_of, fill, open_cache, shards_to_fill
 from blockpilot.oracle.enumeration import enumerate_block_sizes as enumerate
 from blockpilot.oracle.prefill import sparse_distributions
 from blockpilot.oracle.record import OracleRecord
@@ -17,6 +17,7 @@ __all__ = [
     "OracleRecord",
     "TokenLists",
     "candidate_block_sizes",
+    "candidates_of",
     "concatenate",
     "enumerate",
     "fill",

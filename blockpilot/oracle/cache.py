@@ -28,7 +28,7 @@ from blockpilot.oracle.table import Distributions, LabelTable, TokenLists
 
 log = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _INFO = b"blockpilot"
 
 
@@ -55,6 +55,7 @@ class CacheKey:
     store_logits: bool
     store_hidden: bool
     tau_convention: str
+    per_round: bool = False
     schema_version: int = SCHEMA_VERSION
 
     def fields(self) -> dict[str, Any]:
@@ -88,6 +89,8 @@ class CacheRow:
     seed: int
     logits: list[float] | None = None
     hidden: list[float] | None = None
+    acceptance_table: list[int] | None = None
+    """Tokens committed from each position on (rows, from the prefill token) by each block size (columns), row by row."""
 
 
 _SCHEMA = pa.schema(
@@ -104,6 +107,7 @@ _SCHEMA = pa.schema(
         ("seed", pa.uint64()),
         ("logits", pa.large_list(pa.float32())),
         ("hidden", pa.large_list(pa.float32())),
+        ("acceptance_table", pa.large_list(pa.int16())),
     ]
 )
 

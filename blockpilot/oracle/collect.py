@@ -35,12 +35,19 @@ def candidate_block_sizes(trained: int, radius: int) -> tuple[int, ...]:
     return tuple(range(max(MIN_BLOCK_SIZE, trained - radius), trained + radius + 1))
 
 
+def candidates_of(pair: Pair, oracle: OracleConfig) -> tuple[int, ...]:
+    """The block sizes to label: those given by hand, or those around B."""
+    if oracle.block_sizes is not None:
+        return tuple(oracle.block_sizes)
+    return candidate_block_sizes(pair.block_size, oracle.radius)
+
+
 def cache_key(pair: Pair, rows: Sequence[PromptRow], generation: GenerationConfig, oracle: OracleConfig) -> CacheKey:
     """What a cache of these rows must hold."""
     return CacheKey(
         pair=pair.identity,
         prompts=prompts_digest(rows),
-        block_sizes=candidate_block_sizes(pair.block_size, oracle.radius),
+        block_sizes=candidates_of(pair, oracle),
         vocab_size=pair.vocab_size,
         max_new_tokens=generation.max_new_tokens,
         temperature=generation.temperature,
@@ -52,6 +59,7 @@ def cache_key(pair: Pair, rows: Sequence[PromptRow], generation: GenerationConfi
         store_logits=oracle.store_logits,
         store_hidden=oracle.store_hidden,
         tau_convention=oracle.tau_convention,
+        per_round=oracle.per_round,
     )
 
 
@@ -118,7 +126,7 @@ def label_rows(
     than the target's positions is left out, and with it the later turns of its row.
     """
     method = replay if oracle.method == "replay" else enumerate_block_sizes
-    block_sizes = candidate_block_sizes(pair.block_size, oracle.radius)
+    block_sizes = candidates_of(pair, oracle)
     answers: dict[int, list[str]] = {index: [] for index in range(len(rows))}
     samples: dict[tuple[int, int], CacheRow] = {}
     skipped = 0

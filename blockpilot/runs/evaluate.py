@@ -9,7 +9,7 @@ from typing import Any
 from blockpilot.config import EvaluateConfig, project_path, to_plain
 from blockpilot.errors import UserError
 from blockpilot.models import assemble_pair, locate_pair
-from blockpilot.oracle import LabelTable, candidate_block_sizes, concatenate
+from blockpilot.oracle import LabelTable, candidates_of, concatenate
 from blockpilot.policies import FixedPolicy
 from blockpilot.policies.predictor import PredictorPolicy, load_policy
 from blockpilot.runs import compare
@@ -46,6 +46,7 @@ def evaluate(config: EvaluateConfig, folder: Path, group: str | None = None) -> 
     labels = Labels(config, pair, sources)
     if isinstance(policy, PredictorPolicy):
         policy.check_pair(pair)
+        labels.require(policy.block_sizes, "the policy")
         name, best_fixed = "predictor", policy.best_fixed
         latency = find_profile(config.evaluation, pair, policy.block_sizes)
         labels.collect()
@@ -53,7 +54,8 @@ def evaluate(config: EvaluateConfig, folder: Path, group: str | None = None) -> 
         policy.to(pair.device)
     else:
         name, best_fixed = f"fixed-{policy.block_size}", None
-        candidates = candidate_block_sizes(pair.block_size, config.oracle.radius)
+        candidates = candidates_of(pair, config.oracle)
+        labels.require([pair.block_size], "always-B")
         latency = find_profile(config.evaluation, pair, (policy.block_size, *candidates))
         labels.collect()
         table = concatenate(labels.tables("test") + labels.tables("train"))

@@ -13,7 +13,7 @@ from blockpilot.config import CollectRunConfig, project_path
 from blockpilot.errors import UserError
 from blockpilot.learning.datamodule import split_table
 from blockpilot.models import Pair
-from blockpilot.oracle import LabelCache, LabelTable, concatenate, fill, open_cache, shards_to_fill
+from blockpilot.oracle import LabelCache, LabelTable, candidates_of, concatenate, fill, open_cache, shards_to_fill
 from blockpilot.prompts import PromptRow, load_prompts
 from blockpilot.report import progress_bar
 
@@ -55,6 +55,20 @@ class Labels:
             open_cache(root, source.name, self.pair, source.rows, c.generation, c.oracle, c.collect)
             for source in self.sources
         ]
+
+    def require(self, block_sizes: Sequence[int], key: str) -> None:
+        """Whether all of these will have labels, before any is collected.
+
+        Raises:
+            UserError: one will not; the message names ``key``, which asks for it.
+        """
+        labelled = candidates_of(self.pair, self.config.oracle)
+        missing = [b for b in block_sizes if b not in labelled]
+        if missing:
+            raise UserError(
+                f"{key} needs labels of block sizes {list(block_sizes)}; oracle.block_sizes lacks {missing}, it has "
+                f"{list(labelled)}"
+            )
 
     def collect(self) -> None:
         """Makes every missing shard that is this writer's; says where the cache is."""

@@ -51,6 +51,7 @@ def train(config: TrainConfig, folder: Path, group: str | None = None) -> dict[s
     pair = assemble_pair(config.model, config.drafter, device=config.device)
     labels = Labels(config, pair, sources)
     block_sizes = candidate_block_sizes(pair.block_size, config.predictor.k)
+    labels.require(block_sizes, f"predictor.k={config.predictor.k}")
     latency = find_profile(config.evaluation, pair, block_sizes)
     data = label_data(config, labels, block_sizes)
     module = predictor_module(config, pair, block_sizes)

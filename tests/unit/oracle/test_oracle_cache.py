@@ -146,7 +146,7 @@ def test_finish_writes_the_totals_and_keeps_the_rest(tmp_path: Path) -> None:
 CHANGES = {
     "prompts": "f" * 64, "block_sizes": (3, 4), "vocab_size": 65, "max_new_tokens": 9, "temperature": 0.5,
     "top_p": 0.9, "top_k": 5, "seed": 1, "stop_token_ids": (3, 4), "tail_mass": 0.0, "store_logits": True,
-    "store_hidden": True, "tau_convention": "reference", "schema_version": 2,
+    "store_hidden": True, "tau_convention": "reference", "schema_version": 3, "per_round": True,
 }  # fmt: skip
 
 
