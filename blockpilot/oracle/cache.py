@@ -90,7 +90,7 @@ class CacheRow:
     logits: list[float] | None = None
     hidden: list[float] | None = None
     acceptance_table: list[int] | None = None
-    """Tokens committed from each position on (rows, from the prefill token) by each block size (columns), row by row."""
+    """Tokens committed from each position on (rows, from the prefill token) by each block size (columns), flat."""
 
 
 _SCHEMA = pa.schema(
