@@ -204,17 +204,8 @@ class ScriptedDrafter(DFlashDrafter):
     ) -> Tensor:
         width = embeddings_BQD.shape[1]
         self.calls.append((context.length, width))
-        columns = torch.arange(width)
-        # several blocks may stand side by side: the first block column a place can see is its own anchor
-        # (not with the engine's own mask, which is additive and of one block)
-        starts = (
-            torch.zeros_like(positions_BQ)
-            if mask is None or mask.dtype != torch.bool
-            else mask[:, 0, :, context.length :].int().argmax(-1).expand(len(positions_BQ), -1)
-        )
         tokens = (embeddings_BQD @ self.embeddings.T).argmax(-1)
-        anchors, anchor_positions = tokens.gather(1, starts), positions_BQ.gather(1, starts)
-        places = columns - starts
+        anchors, anchor_positions, places = tokens[:, :1], positions_BQ[:, :1], torch.arange(width)
         wanted = self.truth(anchors, anchor_positions, places)
         depth = self.depth(anchor_positions) if callable(self.depth) else self.depth
         states = self.answers[torch.where(places <= depth, wanted, wanted + 1) % len(self.answers)]

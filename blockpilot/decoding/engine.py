@@ -114,7 +114,11 @@ def generate(
         UserError: an empty prompt, one longer than the target's positions, a value out of range, a policy that
             picks less than 1, or a policy or ``on_tokens`` that cannot be called.
     """
-    _check_calls(policy, on_tokens)
+    check_policy(policy)
+    if on_tokens is not None and not callable(on_tokens):
+        raise UserError(
+            f"on_tokens={brief(on_tokens)} is not allowed; expected a function of a list of tokens, or None"
+        )
     sampling = Sampling(temperature, top_p, top_k, seed)
     max_new_tokens = integer("max_new_tokens", max_new_tokens)
     prompt_ids = check_prompt(pair, prompt_ids, max_new_tokens)
@@ -156,8 +160,8 @@ def check_prompt(pair: Pair, prompt_ids: Sequence[int], max_new_tokens: int) -> 
     return prompt_ids
 
 
-def _check_calls(policy: object, on_tokens: object) -> None:
-    """Raises ``UserError`` unless both can be called as :func:`generate` will."""
+def check_policy(policy: object) -> None:
+    """Raises ``UserError`` unless it can be asked as :func:`generate` will."""
     update = getattr(policy, "update", None)
     if (
         isinstance(policy, type)
@@ -166,10 +170,6 @@ def _check_calls(policy: object, on_tokens: object) -> None:
     ):
         raise UserError(
             f"policy={brief(policy)} is not allowed; expected an object with choose(prefill), as FixedPolicy(16)"
-        )
-    if on_tokens is not None and not callable(on_tokens):
-        raise UserError(
-            f"on_tokens={brief(on_tokens)} is not allowed; expected a function of a list of tokens, or None"
         )
 
 
@@ -196,7 +196,7 @@ class _Decoding:
         asked = self._clock()
         prompt_ids = self.task.prompt_ids
         prefill = Prefill(prompt_key(prompt_ids), len(prompt_ids), out.logits[0, -1], out.hidden[0, -1])
-        block_size = first = _checked(policy.choose(prefill))
+        block_size = first = checked_block_size(policy.choose(prefill))
         policy_seconds = self._clock() - asked
         update = getattr(policy, "update", None)
         # a policy that stays at b = 1 never drafts, so the baseline does not pay for features
@@ -212,7 +212,7 @@ class _Decoding:
             self._emit(settled.tokens)
             if update is not None and not self.finished:
                 before = self._clock()
-                block_size = _checked(update(Round(len(sizes) - 1, block_size, len(settled.tokens))))
+                block_size = checked_block_size(update(Round(len(sizes) - 1, block_size, len(settled.tokens))))
                 policy_seconds += self._clock() - before
         decode_seconds = self._clock() - decoding - self.seconds_watched
         return Generation(self.output, lengths, sizes, first, uncut, decoding - started, decode_seconds, policy_seconds)
@@ -234,7 +234,8 @@ class _Decoding:
         return time.perf_counter()
 
 
-def _checked(block_size: int) -> int:
+def checked_block_size(block_size: int) -> int:
+    """A policy's pick as a plain number; raises ``UserError`` unless it is a whole number of at least 1."""
     size = integer("the policy's block size", block_size)
     if size < 1:
         raise UserError(f"the policy picked block size {size}; expected a number of at least 1")

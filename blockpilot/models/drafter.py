@@ -92,6 +92,45 @@ class StaticContext(DrafterContext):
         return self.keys[layer][:, :, : self.window], self.values[layer][:, :, : self.window]
 
 
+@dataclass
+class SharedContext(DrafterContext):
+    """Contexts of many prompts that never grow, each read by any number of rows of a pass.
+
+    ``keys[layer]`` and ``values[layer]`` are ``[P, H, scratch + longest, E]``. :meth:`select` says what a pass reads.
+    """
+
+    scratch: int = 0
+    """Slots in front of each context: a row's copy of them and of what follows takes the block's own keys there."""
+    rows: Tensor | None = None
+
+    @property
+    def longest(self) -> int:
+        """Positions there is room for in each prompt."""
+        return self.capacity - self.scratch
+
+    def put(self, layer: int, prompt: int, keys_HTE: Tensor, values_HTE: Tensor) -> None:
+        """Keeps the keys and values of a prompt's first T positions."""
+        places = slice(self.scratch, self.scratch + keys_HTE.shape[1])
+        self.keys[layer][prompt, :, places], self.values[layer][prompt, :, places] = keys_HTE, values_HTE
+
+    def select(self, prompts_R: Tensor, length: int) -> None:
+        """Sets what the next pass reads: of each row's prompt (int64) the first ``length`` positions."""
+        self.rows, self.length = prompts_R, length
+
+    def join(self, layer: int, keys_BHQE: Tensor, values_BHQE: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values a pass attends to: its own, then the context's, each ``[R, H, Q + length, E]``."""
+        return self._in_front(self.keys[layer], keys_BHQE), self._in_front(self.values[layer], values_BHQE)
+
+    def _in_front(self, kept: Tensor, own: Tensor) -> Tensor:
+        assert self.rows is not None
+        width, end = own.shape[2], self.scratch + self.length
+        if width > self.scratch:
+            return torch.cat([own, kept[:, :, self.scratch : end].index_select(0, self.rows)], dim=2)
+        joined = kept[:, :, self.scratch - width : end].index_select(0, self.rows)
+        joined[:, :, :width] = own
+        return joined
+
+
 class DFlashAttention(nn.Module):
     """Weights of attention to the context and, in both directions, to the own block."""
 
@@ -188,6 +227,11 @@ class DFlashDrafter(PreTrainedModel):
         keys, values = self._empty(1, capacity)
         return StaticContext(keys, values, weights=DrafterWeights(self), window=capacity)
 
+    def allocate_shared(self, prompts: int, longest: int, widest: int) -> SharedContext:
+        """Empty contexts for so many prompts of at most ``longest`` positions; blocks above ``widest`` are slower."""
+        keys, values = self._empty(prompts, widest + longest)
+        return SharedContext(keys, values, weights=DrafterWeights(self), scratch=widest)
+
     def _empty(self, batch: int, capacity: int) -> tuple[list[Tensor], list[Tensor]]:
         size = self.config.head_dim or self.config.hidden_size // self.config.num_attention_heads
         shape = (batch, cast(int, self.config.num_key_value_heads), capacity, size)
@@ -234,6 +278,9 @@ class DFlashDrafter(PreTrainedModel):
         # a block stands behind its context, so this is above every position
         end = context.capacity + embeddings_BQD.shape[1]
         cos, sin = self.rotary.at(positions_BQ, embeddings_BQD, end)
+        if mask is not None and mask.dtype == torch.bool:
+            # once, not in every layer
+            mask = embeddings_BQD.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
         states = embeddings_BQD
         for index, layer in enumerate(weights.layers):
             normed = layer.input_norm(states)

@@ -118,7 +118,7 @@ def attend(
     if mask is not None and groups > 1 and queries_BQHE.device.type == "cuda":
         # no fused kernel there takes grouped heads and a mask: a group's queries lie side by side instead
         queries = queries_BQHE.view(rows, width, -1, groups, size).transpose(1, 2).flatten(2, 3)
-        mask = mask.repeat_interleave(groups, dim=-2)
+        mask = mask if mask.shape[-2] == 1 else mask.repeat_interleave(groups, dim=-2)
         attended = F.scaled_dot_product_attention(queries, keys_BKSE, values_BKSE, attn_mask=mask, scale=scale)
         return attended.view(rows, -1, width, groups * size).transpose(1, 2).flatten(2)
     attended = F.scaled_dot_product_attention(

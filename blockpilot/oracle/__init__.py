@@ -3,19 +3,24 @@
 from blockpilot.oracle.cache import CacheKey, CacheRow, LabelCache
 from blockpilot.oracle.collect import candidate_block_sizes, candidates_of, fill, open_cache, shards_to_fill
 from blockpilot.oracle.enumeration import enumerate_block_sizes as enumerate
+from blockpilot.oracle.per_round import BestSequence, best_sequence
 from blockpilot.oracle.prefill import sparse_distributions
 from blockpilot.oracle.record import OracleRecord
 from blockpilot.oracle.replay import replay
+from blockpilot.oracle.simulation import Simulation, simulate
 from blockpilot.oracle.table import Distributions, LabelTable, TokenLists, concatenate
 
 __all__ = [
+    "BestSequence",
     "CacheKey",
     "CacheRow",
     "Distributions",
     "LabelCache",
     "LabelTable",
     "OracleRecord",
+    "Simulation",
     "TokenLists",
+    "best_sequence",
     "candidate_block_sizes",
     "candidates_of",
     "concatenate",
@@ -24,5 +29,6 @@ __all__ = [
     "open_cache",
     "replay",
     "shards_to_fill",
+    "simulate",
     "sparse_distributions",
 ]

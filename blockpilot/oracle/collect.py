@@ -10,6 +10,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -125,7 +126,8 @@ def label_rows(
     Every user turn is one sample; its context holds the target's own answers to the earlier turns. A prompt longer
     than the target's positions is left out, and with it the later turns of its row.
     """
-    method = replay if oracle.method == "replay" else enumerate_block_sizes
+    extras = {"max_batch_tokens": oracle.max_batch_tokens, "per_round": oracle.per_round}
+    method = partial(replay, **extras) if oracle.method == "replay" else enumerate_block_sizes
     block_sizes = candidates_of(pair, oracle)
     answers: dict[int, list[str]] = {index: [] for index in range(len(rows))}
     samples: dict[tuple[int, int], CacheRow] = {}
@@ -153,6 +155,8 @@ def sample_id(row: PromptRow, turn: int) -> str:
 
 
 def _stored(row: PromptRow, turn: int, record: OracleRecord, seed: int, oracle: OracleConfig) -> CacheRow:
+    assert record.logits is not None and record.hidden is not None
+    table = record.acceptance_table
     sparse = sparse_distributions(record.logits[None], oracle.tail_mass)
     return CacheRow(
         prompt_id=sample_id(row, turn),
@@ -167,6 +171,7 @@ def _stored(row: PromptRow, turn: int, record: OracleRecord, seed: int, oracle: 
         seed=seed,
         logits=record.logits.tolist() if oracle.store_logits else None,
         hidden=record.hidden.tolist() if oracle.store_hidden else None,
+        acceptance_table=None if table is None else table.flatten().tolist(),
     )
 
 

@@ -17,10 +17,15 @@ class OracleRecord:
     """The target's output, the same for every block size."""
     acceptance_lengths: dict[int, list[int]]
     """Per candidate block size, one length per round; empty where the output is the prefill token alone."""
-    logits: Tensor
-    """fp32 ``[V]``, raw, at the last prompt position."""
-    hidden: Tensor
-    """fp32 ``[D]``, input of the target's head at the last prompt position."""
+    logits: Tensor | None
+    """fp32 ``[V]``, raw, at the last prompt position; None where a cache did not store them."""
+    hidden: Tensor | None
+    """fp32 ``[D]``, input of the target's head at the last prompt position; None where a cache did not store it."""
+    acceptance_table: Tensor | None = None
+    """int64 ``[N - 1, K]``: tokens a round commits whose anchor is output token 0, 1, ..., N - 2, for every candidate;
+    None where it was not asked for."""
+    features: Tensor | None = None
+    """``[len(prompt_ids) + N - 1, F]``: tapped hidden states before every anchor; None where they were not kept."""
 
     @cached_property
     def tau(self) -> dict[int, float]:

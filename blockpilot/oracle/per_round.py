@@ -1,0 +1,97 @@
+"""What every candidate would commit at every position of a known output, and the best sequence of sizes by that table.
+
+The table bounds every policy that decides again each round: no sequence of block sizes from the candidates costs less
+than the one found here. Knows tables and costs; drafting is in ``wavefront.py``.
+
+Shapes: P prompts, N output tokens (N - 1 anchors before the last), K candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blockpilot.decoding.trajectory import Trajectory
+from blockpilot.oracle.wavefront import Ints, Wavefront
+
+
+def acceptance_tables(
+    front: Wavefront, trajectories: Sequence[Trajectory], candidates: Sequence[int], uncut: bool = False
+) -> list[Ints]:
+    """Tokens a round commits, by anchor and candidate, int64 ``[N - 1, K]`` per trajectory.
+
+    Args:
+        front: holds the same trajectories, in order.
+        trajectories: known outputs.
+        candidates: block sizes.
+        uncut: leave a round that reaches the end of the output uncut (needs trajectories that go on past it).
+    """
+    tables = []
+    for row, t in enumerate(trajectories):
+        left = np.arange(len(t.output_ids) - 1, 0, -1)
+        anchors = np.arange(len(t.prompt_ids), len(t.prompt_ids) + len(left))
+        shape = (len(left), len(candidates))
+        asked = [np.broadcast_to(one, shape).ravel() for one in (np.array(row), anchors[:, None], np.array(candidates))]
+        whole = (front.right(*asked) + 1).reshape(shape)
+        tables.append(whole if uncut else np.minimum(whole, left[:, None]))
+    return tables
+
+
+def walk(table: Ints, candidates: Sequence[int]) -> dict[int, list[int]]:
+    """Acceptance lengths of every candidate when it is used in all rounds."""
+    lengths: dict[int, list[int]] = {}
+    for column, size in enumerate(candidates):
+        lengths[size], place = [], 0
+        while place < len(table):
+            lengths[size].append(int(table[place, column]))
+            place += lengths[size][-1]
+    return lengths
+
+
+@dataclass(frozen=True)
+class BestSequence:
+    """The cheapest way through one prompt's output."""
+
+    block_sizes: list[int]
+    """One per round; the smallest where several are best."""
+    acceptance_lengths: list[int]
+    cost: float
+    """Sum over the rounds, in the unit of the costs."""
+
+
+def best_sequence(table: Tensor, candidates: Sequence[int], costs: Tensor | None = None) -> BestSequence:
+    """The sequence of block sizes of least cost, by dynamic programming from the end.
+
+    ``cost(i) = min over b of costs(i, b) + cost(i + committed(i, b))``, and 0 at the end (Bellman 1957). With costs of
+    1 it has the fewest rounds, so the highest tau that any sequence of the candidates reaches.
+
+    Args:
+        table: ``[N - 1, K]``: tokens committed from each anchor by each candidate, cut at the end of the output or not.
+        candidates: the K block sizes, rising.
+        costs: of a round, ``[K]`` or, where they change along the output, ``[N - 1, K]``; None is 1.
+    """
+    count = len(table)
+    committed = table.numpy()
+    price = np.ones(len(candidates)) if costs is None else costs.double().numpy()
+    price = np.broadcast_to(price, (count, len(candidates)))
+    least = np.zeros(count + 1)
+    choice = np.zeros(count, dtype=np.int64)
+    for place in range(count - 1, -1, -1):
+        total = price[place] + least[np.minimum(place + committed[place], count)]
+        choice[place] = total.argmin()
+        least[place] = total[choice[place]]
+    sizes, lengths, place = [], [], 0
+    while place < count:
+        sizes.append(candidates[choice[place]])
+        lengths.append(int(committed[place, choice[place]]))
+        place += lengths[-1]
+    return BestSequence(sizes, lengths, float(least[0]))
+
+
+def table_of(flat: Sequence[int], num_candidates: int) -> Tensor:
+    """A table from how it is stored, row by row."""
+    return torch.tensor(flat, dtype=torch.int64).view(-1, num_candidates)

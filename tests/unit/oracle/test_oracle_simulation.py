@@ -1,0 +1,164 @@
+"""Simulation against real decoding, with nothing to look up, with labels, and with whole tables."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from blockpilot import oracle
+from blockpilot.decoding import Prefill, Round, generate
+from blockpilot.errors import UserError
+from blockpilot.models import Pair
+from blockpilot.oracle import OracleRecord, simulate
+from blockpilot.policies import FixedPolicy, RandomPolicy
+from tests.toy import Changing, make_prompts
+from tests.unit.oracle.test_oracle_replay import PAIRS, PROMPTS, SIZES, random_pair
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 14, "top_p": 0.98, "seed": 2, "stop_token_ids": [21, 40]}
+
+
+class ByLogits:
+    """Picks by what it sees of the prefill, and keeps state over rounds and prompts."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes, self.asked = sizes, 0
+
+    def choose(self, prefill: Prefill) -> int:
+        self.asked += 1
+        return self.sizes[(int(prefill.logits.argmax()) + int(prefill.hidden.argmax()) + self.asked) % len(self.sizes)]
+
+    def update(self, round: Round) -> int:
+        self.asked += 1
+        return self.sizes[(round.index + round.block_size + round.acceptance_length + self.asked) % len(self.sizes)]
+
+
+def bare(record: OracleRecord) -> OracleRecord:
+    """What is left when nothing but the text is known."""
+    return OracleRecord(record.prompt_ids, record.output_ids, {}, None, None)
+
+
+KNOWLEDGE = {
+    "text": ({}, bare),
+    "hidden states": ({"keep_features": True}, lambda record: replace(record, acceptance_lengths={})),
+    "labels": ({}, lambda record: record),
+    "labels and hidden states": ({"keep_features": True}, lambda record: record),
+    "tables": ({"per_round": True}, lambda record: record),
+    "reference tables": ({"per_round": True, "tau_convention": "reference"}, lambda record: record),
+    "reference labels": ({"tau_convention": "reference"}, lambda record: record),
+}
+POLICIES = {
+    "fixed": lambda: FixedPolicy(5),
+    "autoregressive": lambda: FixedPolicy(1),
+    "not a candidate": lambda: FixedPolicy(11),
+    "random": lambda: RandomPolicy(SIZES, seed=1),
+    "changing": lambda: Changing([8, 2, 1, 5, 3]),
+    "changing, not all candidates": lambda: Changing([4, 8, 1]),
+    "by logits": lambda: ByLogits(SIZES),
+}
+
+
+def decoded(pair: Pair, policy: Any, **options: Any) -> list[tuple[list[int], list[int], int]]:
+    outs = [generate(pair, prompt, policy, **options) for prompt in PROMPTS]
+    return [(out.acceptance_lengths, out.block_sizes, out.first_block_size) for out in outs]
+
+
+def simulated(pair: Pair, records: list[OracleRecord], policy: Any, **options: Any) -> list[tuple]:
+    return [
+        (s.acceptance_lengths, s.block_sizes, s.first_block_size) for s in simulate(pair, records, policy, **options)
+    ]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 3.0])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("knowledge", KNOWLEDGE)
+def test_simulation_equals_decoding_round_for_round(knowledge: str, policy: str, temperature: float) -> None:
+    pair = random_pair()
+    extras, keep = KNOWLEDGE[knowledge]
+    options = OPTIONS | {"temperature": temperature}
+    records = [keep(record) for record in oracle.replay(pair, PROMPTS, SIZES, **options, **extras)]
+    expected = decoded(pair, POLICIES[policy](), **options)
+    assert simulated(pair, records, POLICIES[policy]()) == expected
+    assert simulated(pair, records, POLICIES[policy](), batch_size=2, max_batch_tokens=40) == expected
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_position_limits_and_families(kind: str) -> None:
+    pair = random_pair(kind)
+    options = OPTIONS | {"max_new_tokens": 30}
+    records = [bare(record) for record in oracle.replay(pair, PROMPTS, SIZES, **options)]
+    for policy in ("changing", "not a candidate"):
+        assert simulated(pair, records, POLICIES[policy]()) == decoded(pair, POLICIES[policy](), **options)
+
+
+def test_one_policy_per_record_runs_all_at_once_with_a_state_of_its_own() -> None:
+    pair = random_pair()
+    records = [bare(record) for record in oracle.replay(pair, PROMPTS, SIZES, **OPTIONS)]
+    sizes = [SIZES, [3, 5], [1], [8], [2, 9], [5, 1, 2], [4]]
+    expected = [
+        (out.acceptance_lengths, out.block_sizes, out.first_block_size)
+        for out in (generate(pair, p, ByLogits(s), **OPTIONS) for p, s in zip(PROMPTS, sizes, strict=True))
+    ]
+    assert simulated(pair, records, [ByLogits(s) for s in sizes]) == expected
+
+
+def test_labels_are_looked_up_and_not_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = random_pair()
+    labels = oracle.replay(pair, PROMPTS, SIZES, **OPTIONS)
+    tables = oracle.replay(pair, PROMPTS, SIZES, per_round=True, **OPTIONS)
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("drafted")
+
+    monkeypatch.setattr(type(pair.drafter), "forward", refuse)
+    monkeypatch.setattr(type(pair.runner), "forward", refuse)
+    for fixed in SIZES:
+        for records in (labels, tables):
+            got = simulate(pair, records, FixedPolicy(fixed))
+            assert [s.acceptance_lengths for s in got] == [r.acceptance_lengths[fixed] for r in labels]
+    simulate(pair, tables, Changing([8, 2, 1, 5, 3]))
+    with pytest.raises(AssertionError, match="drafted"):
+        simulate(pair, labels, Changing([8, 2]))
+
+
+def test_hidden_states_that_were_kept_spare_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = random_pair()
+    records = oracle.replay(pair, PROMPTS, SIZES, keep_features=True, **OPTIONS)
+    expected = decoded(pair, Changing([11, 4]), **OPTIONS)
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the target ran")
+
+    monkeypatch.setattr(type(pair.runner), "forward", refuse)
+    assert simulated(pair, records, Changing([11, 4])) == expected
+    assert records[0].features is not None
+    assert len(records[0].features) == len(records[0].prompt_ids) + len(records[0].output_ids) - 1
+
+
+def test_tau_and_outputs_without_rounds() -> None:
+    pair = random_pair()
+    (record,) = oracle.replay(pair, make_prompts([4]), [3], max_new_tokens=1)
+    (alone,) = simulate(pair, [record], FixedPolicy(3))
+    assert alone.acceptance_lengths == alone.block_sizes == [] and alone.first_block_size == 3
+    assert torch.isnan(torch.tensor(alone.tau))
+    assert simulate(pair, [], FixedPolicy(3)) == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "message"),
+    [
+        (FixedPolicy, {}, "policy=.*FixedPolicy.* is not allowed; expected an object with choose"),
+        ([FixedPolicy(3)], {}, "1 policies for 7 records; expected one for each"),
+        (Changing([0]), {}, "the policy picked block size 0"),
+        (Changing([2, 0]), {}, "the policy picked block size 0"),
+        (FixedPolicy(3), {"batch_size": 0}, "batch_size=0 is not allowed"),
+        (FixedPolicy(3), {"max_batch_tokens": 0}, "max_batch_tokens=0 is not allowed"),
+    ],
+)
+def test_what_is_refused(policy: Any, options: dict[str, Any], message: str) -> None:
+    pair = random_pair()
+    records = oracle.replay(pair, PROMPTS, SIZES, **OPTIONS)
+    with pytest.raises(UserError, match=message):
+        simulate(pair, records, policy, **options)
