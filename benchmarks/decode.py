@@ -22,7 +22,6 @@ import multiprocessing
 import os
 import re
 import statistics
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -31,7 +30,7 @@ from typing import Any
 
 import torch
 from engines import Subject, engine, subject
-from shared import CLOCKS, Clock, machine, seconds
+from shared import CLOCKS, Clock, machine, quartiles, seconds
 
 import blockpilot as bp
 from blockpilot.config import PredictorConfig, load_preset
@@ -105,7 +104,7 @@ def compare(row: Row, given: Subject, repeats: int, clock: Clock) -> Figure:
     ratios = [a / b for a, b in zip(*rates, strict=True)]
     note = "" if equal == len(ours) else f", {equal} of {len(ours)} outputs equal"
     speeds = [f"{statistics.median(rate):.1f} tok/s" for rate in rates]
-    return Figure(*_quartiles(ratios), speeds[0], speeds[1] + note)
+    return Figure(*quartiles(ratios), speeds[0], speeds[1] + note)
 
 
 def policy_share(given: Subject, repeats: int, width: int) -> Figure:
@@ -131,13 +130,7 @@ def policy_share(given: Subject, repeats: int, width: int) -> Figure:
             continue  # warms
         shares.append(100 * sum(out.policy_seconds for out in outs) / sum(out.decode_seconds for out in outs))
         choices.append(1e3 * statistics.mean(out.policy_seconds for out in outs))
-    return Figure(*_quartiles(shares), f"{statistics.median(choices):.2f} ms per prompt", "")
-
-
-def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Median, lower and upper quartile."""
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
-    return median, low, high
+    return Figure(*quartiles(shares), f"{statistics.median(choices):.2f} ms per prompt", "")
 
 
 # --- memory
@@ -160,7 +153,7 @@ def memory(
 
 def _memory_figure(runs: list[list[float]]) -> Figure:
     ours, peer = (f"{statistics.median(column):.1f} MiB" for column in zip(*runs, strict=True))
-    return Figure(*_quartiles([a / max(b, 1e-9) for a, b in runs]), ours, peer)
+    return Figure(*quartiles([a / max(b, 1e-9) for a, b in runs]), ours, peer)
 
 
 def _in_new_process(*arguments: Any) -> tuple[float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from datetime import date
@@ -35,6 +36,12 @@ def seconds(work: Callable[[], object], device: torch.device | None = None, cloc
     work()
     synchronize()
     return clock() - began
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Median, lower and upper quartile."""
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    return median, low, high
 
 
 def machine(packages: Sequence[str] = ("torch", "transformers")) -> str:

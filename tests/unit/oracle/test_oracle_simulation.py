@@ -40,7 +40,7 @@ def bare(record: OracleRecord) -> OracleRecord:
     return OracleRecord(record.prompt_ids, record.output_ids, {}, None, None)
 
 
-KNOWLEDGE = {
+KNOWLEDGE: dict[str, tuple[dict[str, Any], Any]] = {
     "text": ({}, bare),
     "hidden states": ({"keep_features": True}, lambda record: replace(record, acceptance_lengths={})),
     "labels": ({}, lambda record: record),
