@@ -9,9 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import platform
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +21,7 @@ import torch
 from torch import Tensor
 
 from blockpilot.errors import UserError
+from blockpilot.oracle.files import remove_leftovers, write_whole
 from blockpilot.oracle.table import Distributions, LabelTable, TokenLists
 
 log = logging.getLogger(__name__)
@@ -132,18 +130,20 @@ class LabelCache:
     ) -> None:
         self.folder, self.key = folder, key
         manifest = folder / "manifest.json"
-        if not manifest.exists():
-            try:
+        try:
+            new = not manifest.exists()
+            if new:
                 folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UserError(f"cache_dir: {folder} cannot be made: {error.strerror}") from None
+        except OSError as error:
+            raise UserError(f"cache_dir: {folder} cannot be made: {error.strerror}") from None
+        if new:
             content = {
                 "key": key.fields(),
                 "num_rows": num_rows,
                 "shard_size": shard_size,
                 "provenance": dict(provenance or {}),
             }
-            _create(manifest, json.dumps(content, indent=2))
+            write_whole(manifest, lambda file: file.write(_json(content)), keep_existing=True)
         self.manifest = _read_manifest(manifest)
         _compare(
             manifest,
@@ -182,32 +182,28 @@ class LabelCache:
         return True
 
     def write(self, shard: int, rows: Sequence[CacheRow], *, skipped: int, seconds: float, device: str) -> None:
-        """Stores a shard: whole file, flushed to disk, then renamed into place."""
+        """Stores a shard: whole file, flushed to disk, then renamed into place.
+
+        Raises:
+            UserError: the disk is full, or the folder takes no file; earlier shards are as they were.
+        """
         columns = {name: [getattr(row, name) for row in rows] for name in _SCHEMA.names}
         table = pa.table(columns, schema=_SCHEMA)
         info = {"shard": shard, "content": _content_digest(table)}
         info |= {"skipped": skipped, "seconds": seconds, "device": device}
         table = table.replace_schema_metadata({_INFO: json.dumps(info).encode()})
-        partial = self.folder / f".{self.path(shard).name}.{platform.node()}.{os.getpid()}"
-        with partial.open("wb") as file:
-            pq.write_table(table, file, compression="zstd", write_page_checksum=True)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, self.path(shard))
-        _sync_folder(self.folder)
+        write_whole(
+            self.path(shard),
+            lambda file: pq.write_table(table, file, compression="zstd", write_page_checksum=True),
+        )
 
     def finish(self) -> None:
         """Once every shard is there: adds their totals to the manifest, removes what killed writers left."""
         infos = [self._info(shard) for shard in range(self.num_shards)]
         self.manifest["provenance"]["seconds"] = round(sum(info["seconds"] for info in infos), 3)
         self.manifest["skipped_too_long"] = self.skipped()
-        partial = self.folder / f".manifest.{os.getpid()}"
-        partial.write_text(json.dumps(self.manifest, indent=2), encoding="utf-8")
-        os.replace(partial, self.folder / "manifest.json")
-        for leftover in self.folder.glob(f".shard-*.{platform.node()}.*"):
-            writer = leftover.suffix[1:]
-            if writer.isdigit() and not _alive(int(writer)):
-                leftover.unlink(missing_ok=True)
+        write_whole(self.folder / "manifest.json", lambda file: file.write(_json(self.manifest)))
+        remove_leftovers(self.folder)
 
     def _info(self, shard: int) -> dict[str, Any]:
         return json.loads(pq.read_schema(self.path(shard)).metadata[_INFO])
@@ -285,38 +281,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise UserError(f"cache manifest {path} cannot be read ({error}); remove its folder to collect again") from None
 
 
-def _create(path: Path, text: str) -> None:
-    """Writes a file unless another writer was faster."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    try:
-        os.link(partial, path)
-    except FileExistsError:
-        pass
-    finally:
-        partial.unlink()
-
-
-def _alive(process: int) -> bool:
-    """Whether a process of this machine is running."""
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _json(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, indent=2).encode()
 
 
 def _list_parts(array: pa.Array) -> tuple[np.ndarray, pa.Array]:
