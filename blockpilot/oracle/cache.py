@@ -198,11 +198,19 @@ class LabelCache:
         )
 
     def finish(self) -> None:
-        """Once every shard is there: adds their totals to the manifest, removes what killed writers left."""
-        infos = [self._info(shard) for shard in range(self.num_shards)]
-        self.manifest["provenance"]["seconds"] = round(sum(info["seconds"] for info in infos), 3)
-        self.manifest["skipped_too_long"] = self.skipped()
-        write_whole(self.folder / "manifest.json", lambda file: file.write(_json(self.manifest)))
+        """Once every shard is there: adds their totals to the manifest, removes what killed writers left.
+
+        A finished cache is left as it is.
+
+        Raises:
+            UserError: the manifest cannot be written.
+        """
+        seconds = round(sum(self._info(shard)["seconds"] for shard in range(self.num_shards)), 3)
+        provenance = {**self.manifest["provenance"], "seconds": seconds}
+        content: dict[str, Any] = {**self.manifest, "provenance": provenance, "skipped_too_long": self.skipped()}
+        if content != self.manifest:
+            write_whole(self.folder / "manifest.json", lambda file: file.write(_json(content)))
+            self.manifest = content
         remove_leftovers(self.folder)
 
     def _info(self, shard: int) -> dict[str, Any]:
@@ -216,9 +224,9 @@ class LabelCache:
         """All rows as one Arrow table, memory-mapped.
 
         Raises:
-            UserError: shards are missing.
+            UserError: shards are missing or damaged.
         """
-        missing = [self.path(s).name for s in range(self.num_shards) if not self.path(s).exists()]
+        missing = [self.path(shard).name for shard in self.missing()]
         if missing:
             raise UserError(
                 f"cache {self.folder} lacks {len(missing)} of {self.num_shards} shards, such as {missing[0]}"
@@ -230,7 +238,7 @@ class LabelCache:
         """All rows as tensors; no per-row Python for the wide columns.
 
         Raises:
-            UserError: shards are missing, or no row is left.
+            UserError: shards are missing or damaged, or no row is left.
         """
         table = self.read()
         if table.num_rows == 0:

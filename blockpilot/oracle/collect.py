@@ -109,7 +109,7 @@ def fill(
         log.warning(
             "%d samples skipped: their prompt is longer than the target's %d positions", skipped, pair.max_positions
         )
-    if all(cache.path(shard).exists() for shard in range(cache.num_shards)):
+    if not cache.missing():
         cache.finish()
 
 

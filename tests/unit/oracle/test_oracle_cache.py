@@ -141,6 +141,19 @@ def test_finish_writes_the_totals_and_keeps_the_rest(tmp_path: Path) -> None:
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
 
+def test_a_finished_cache_is_left_as_it_is(tmp_path: Path) -> None:
+    cache = full(tmp_path / "cache")
+    cache.finish()
+    before = {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in [cache.folder, *cache.folder.iterdir()]}
+    LabelCache(tmp_path / "cache", key(), 7, 3).finish()
+    cache.finish()
+    after = {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in [cache.folder, *cache.folder.iterdir()]}
+    assert before == after
+    write(cache, 1, skipped=4)
+    LabelCache(tmp_path / "cache", key(), 7, 3).finish()
+    assert json.loads((tmp_path / "cache/manifest.json").read_text())["skipped_too_long"] == 4
+
+
 # ---- manifest
 
 CHANGES = {
@@ -223,6 +236,13 @@ def test_truncated_shards_are_named(tmp_path: Path, share: float, caplog: pytest
     write(cache, 1)
     assert damaged(cache, caplog) == []
     assert cache.load().prompt_ids == tuple(f"p{i}" for i in range(7))
+
+
+def test_a_damaged_shard_is_not_read(tmp_path: Path) -> None:
+    cache = full(tmp_path / "cache")
+    cache.path(1).write_bytes(cache.path(1).read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"lacks 1 of 3 shards, such as shard-00001-of-00003"):
+        LabelCache(cache.folder, key(), 7, 3).load()
 
 
 def test_a_file_of_zeros_and_a_foreign_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

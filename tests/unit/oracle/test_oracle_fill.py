@@ -367,6 +367,16 @@ def test_each_writer_makes_its_own_shards_only(tmp_path: Path) -> None:
     assert opened(tmp_path).missing() == []
 
 
+def test_a_damaged_shard_of_another_writer_is_left_to_it(tmp_path: Path, undisturbed: LabelCache) -> None:
+    cache = filled(tmp_path)
+    cache.path(0).unlink()
+    cache.path(1).write_bytes(cache.path(1).read_bytes()[:-1])
+    other = CollectConfig(batch_size=2, shard_size=2, num_shards=2, shard_index=1)
+    filled(tmp_path, collect=replace(other, shard_index=0))
+    assert opened(tmp_path).missing() == [1]
+    assert filled(tmp_path, collect=other).read().equals(undisturbed.read())
+
+
 def test_labels_are_those_of_any_policys_run() -> None:
     """What the oracle promises: the same output, and the same first round, when that block size is really used."""
     prompt = pair().encode(rows()[2].turns)
