@@ -62,11 +62,14 @@ class CacheKey:
         pair = {f"pair.{name}": value for name, value in sorted(values.pop("pair").items())}
         return json.loads(json.dumps(pair | values))
 
+    def digest(self) -> str:
+        """Digest of all fields."""
+        return _digest(self.fields())
+
     def folder(self, root: Path, pair_name: str, source: str) -> Path:
         """``<root>/<pair>-<digest of all but the prompts>/<source>-<digest of the prompts>``."""
         settings = {name: value for name, value in self.fields().items() if name != "prompts"}
-        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-        return root / f"{pair_name}-{digest[:12]}" / f"{source}-{self.prompts[:12]}"
+        return root / f"{pair_name}-{_digest(settings)[:12]}" / f"{source}-{self.prompts[:12]}"
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,7 @@ class LabelCache:
         )
         self.shard_size: int = self.manifest["shard_size"]
         self.num_shards = -(-num_rows // self.shard_size)
-        self._verified: set[int] = set()
+        self._verified: dict[int, dict[str, Any]] = {}  # what each shard says of itself
 
     def rows_of(self, shard: int) -> range:
         """Indices of the prompt rows of a shard."""
@@ -173,13 +176,20 @@ class LabelCache:
         try:
             table = pq.read_table(path, page_checksum_verification=True)
             info = json.loads(table.schema.metadata[_INFO])
-            if (info["shard"], info["content"]) != (shard, _content_digest(table)):
+            if info.pop("content") != _content_digest(table, info):
                 raise ValueError("its rows are not those that were written there")
-        except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+            if any(info[name] != value for name, value in self._place(shard).items()):
+                raise ValueError("it is of another place or another cache")
+        except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             log.warning("shard %s is damaged (%s) and will be rebuilt", path.name, (str(error).splitlines() or [""])[0])
             return False
-        self._verified.add(shard)
+        self._verified[shard] = info
         return True
+
+    def _place(self, shard: int) -> dict[str, Any]:
+        """What a shard must say of itself: files get copied, and a lost manifest may come back with another size."""
+        rows = self.rows_of(shard)
+        return {"key": self.key.digest(), "shard": shard, "rows": [rows.start, rows.stop]}
 
     def write(self, shard: int, rows: Sequence[CacheRow], *, skipped: int, seconds: float, device: str) -> None:
         """Stores a shard: whole file, flushed to disk, then renamed into place.
@@ -189,9 +199,10 @@ class LabelCache:
         """
         columns = {name: [getattr(row, name) for row in rows] for name in _SCHEMA.names}
         table = pa.table(columns, schema=_SCHEMA)
-        info = {"shard": shard, "content": _content_digest(table)}
-        info |= {"skipped": skipped, "seconds": seconds, "device": device}
+        info = self._place(shard) | {"skipped": skipped, "seconds": seconds, "device": device}
+        info["content"] = _content_digest(table, info)
         table = table.replace_schema_metadata({_INFO: json.dumps(info).encode()})
+        self._verified.pop(shard, None)
         write_whole(
             self.path(shard),
             lambda file: pq.write_table(table, file, compression="zstd", write_page_checksum=True),
@@ -214,7 +225,9 @@ class LabelCache:
         remove_leftovers(self.folder)
 
     def _info(self, shard: int) -> dict[str, Any]:
-        return json.loads(pq.read_schema(self.path(shard)).metadata[_INFO])
+        if not self._readable(shard):
+            raise UserError(f"cache {self.folder} lacks shard {self.path(shard).name}")
+        return self._verified[shard]
 
     def skipped(self) -> int:
         """Samples left out because their prompt was longer than the model allows."""
@@ -299,9 +312,13 @@ def _list_parts(array: pa.Array) -> tuple[np.ndarray, pa.Array]:
     return offsets - offsets[0], array.values.slice(offsets[0], offsets[-1] - offsets[0])
 
 
-def _content_digest(table: pa.Table) -> str:
-    """Digest of names and values: page checksums do not cover the headers and the footer of a Parquet file."""
-    digest = hashlib.sha256(json.dumps(table.column_names).encode())
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _content_digest(table: pa.Table, info: Mapping[str, Any]) -> str:
+    """Digest of info, names and values: page checksums do not cover the headers and the footer of a Parquet file."""
+    digest = hashlib.sha256(json.dumps([info, table.column_names], sort_keys=True).encode())
 
     def add(array: pa.Array) -> None:
         digest.update(f"{len(array)} {array.null_count}".encode())

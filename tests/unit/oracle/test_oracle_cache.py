@@ -252,19 +252,39 @@ def test_a_file_of_zeros_and_a_foreign_file(tmp_path: Path, caplog: pytest.LogCa
     assert damaged(cache, caplog) == [0, 2]
 
 
+def test_a_shard_of_another_cache_or_place_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache, warmer = full(tmp_path / "cache"), full(tmp_path / "warmer", temperature=1.0)
+    cache.path(0).write_bytes(warmer.path(0).read_bytes())
+    cache.path(1).write_bytes(cache.path(2).read_bytes())
+    assert damaged(cache, caplog) == [0, 1]
+    assert "another place or another cache" in caplog.text
+
+
+def test_shards_behind_a_lost_manifest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache = full(tmp_path / "cache", rows=9, shard_size=4)
+    (cache.folder / "manifest.json").unlink()
+    assert LabelCache(cache.folder, key(), 9, 4).missing() == []
+    (cache.folder / "manifest.json").unlink()
+    other = LabelCache(cache.folder, key(), 9, 3)  # three shards too, but of other rows
+    assert other.path(0) == cache.path(0)
+    assert damaged(other, caplog) == [0, 1, 2]
+
+
 def test_no_flipped_bit_changes_a_row_unseen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache = full(tmp_path / "cache", rows=3, shard_size=3)
-    good, table = cache.path(0).read_bytes(), cache.read()
+    good, table, seconds = cache.path(0).read_bytes(), cache.read(), 1.5
     footer = len(good) - 8 - int.from_bytes(good[-8:-4], "little")
     found = 0
-    for place in [*range(4, footer, 5), *range(footer, len(good) - 8, 11)]:
+    for place in [*range(4, footer, 5), *range(footer, len(good) - 8, 7)]:
         bad = bytearray(good)
         bad[place] ^= 1 << place % 8
         cache.path(0).write_bytes(bytes(bad))
         if damaged(cache, caplog) == [0]:
             found += 1
         else:  # it hit something that no row hangs on, such as a statistic
-            assert cache.read().equals(table), place
+            assert cache.read().equals(table) and cache.skipped() == 0, place
+            cache.finish()
+            assert cache.manifest["provenance"]["seconds"] == seconds, place
     assert found > 100
 
 
