@@ -6,9 +6,11 @@ all, so any number of writers may fill one cache and any of them may be killed.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -166,7 +168,11 @@ class LabelCache:
         return self.folder / f"shard-{shard:05d}-of-{self.num_shards:05d}.parquet"
 
     def missing(self) -> list[int]:
-        """Shards that are not there, or cannot be read (named in the log; they will be rebuilt)."""
+        """Shards that are not there, or are damaged (named in the log; they will be rebuilt).
+
+        Raises:
+            UserError: the system does not let a shard be read, which is no reason to make it anew.
+        """
         return [shard for shard in range(self.num_shards) if not self._readable(shard)]
 
     def _readable(self, shard: int) -> bool:
@@ -181,6 +187,9 @@ class LabelCache:
             if any(info[name] != value for name, value in self._place(shard).items()):
                 raise ValueError("it is of another place or another cache")
         except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            number = getattr(error, "errno", None)
+            if number not in (None, errno.ENOENT):  # the system's word, not the content's
+                raise UserError(f"cache_dir: {path} cannot be read: {os.strerror(number)}") from None
             log.warning("shard %s is damaged (%s) and will be rebuilt", path.name, (str(error).splitlines() or [""])[0])
             return False
         self._verified[shard] = info
@@ -298,8 +307,13 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         if wrong or content["shard_size"] < 1:
             raise ValueError(f"{(wrong or ['shard_size'])[0]} is missing or wrong")
         return content
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"cache manifest {path} cannot be read ({error}); remove its folder to collect again") from None
+    except OSError as error:
+        raise UserError(f"cache_dir: cache manifest {path} cannot be read: {error.strerror}") from None
+    except (ValueError, AttributeError) as error:
+        raise UserError(
+            f"cache manifest {path} cannot be read ({error}); remove this file alone, and the same command with the "
+            "same collect.shard_size makes it anew and keeps the shards beside it"
+        ) from None
 
 
 def _json(content: Mapping[str, Any]) -> bytes:

@@ -9,7 +9,8 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +185,67 @@ def test_a_folder_in_the_place_of_a_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^cache_dir: .*/file cannot be written: Is a directory; what was stored"):
         write_whole(tmp_path / "file", lambda file: file.write(b"1"))
     assert hidden(tmp_path) == []
+
+
+# ---- permissions
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder that every user may reach; files in it that are not for others."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o777)
+        folder = Path(name) / "cache"
+        collect(folder)
+        for path in [folder, *folder.iterdir()]:
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        yield folder
+        folder.chmod(0o755)
+
+
+def told_to_another_user(folder: Path, tmp_path: Path) -> str:
+    """What the error of a run says that is no administrator's; empty if there is none."""
+
+    def run() -> None:
+        if os.geteuid() == 0:
+            os.setuid(65534)
+        try:
+            collect(folder)
+        except UserError as error:
+            os.write(answer, str(error).encode())
+
+    answer = os.open(tmp_path / "answer", os.O_WRONLY | os.O_CREAT)
+    assert in_child(run) == 0
+    os.close(answer)
+    return (tmp_path / "answer").read_text()
+
+
+@needs_fork
+def test_a_finished_cache_needs_no_right_to_write(folder: Path, tmp_path: Path) -> None:
+    folder.chmod(0o555)
+    assert told_to_another_user(folder, tmp_path) == ""
+
+
+@needs_fork
+def test_a_folder_that_takes_no_file(folder: Path, tmp_path: Path) -> None:
+    (folder / "shard-00001-of-00002.parquet").unlink()
+    folder.chmod(0o555)
+    told = told_to_another_user(folder, tmp_path)
+    assert told.startswith(f"cache_dir: {folder}/shard-00001-of-00002.parquet cannot be written: Permission denied;")
+    assert "\n" not in told
+
+
+@needs_fork
+@pytest.mark.parametrize("name", ["shard-00000-of-00002.parquet", "manifest.json"])
+def test_a_file_that_may_not_be_read_is_told_and_not_made_anew(folder: Path, tmp_path: Path, name: str) -> None:
+    before = shards(folder)
+    (folder / name).chmod(0)
+    told = told_to_another_user(folder, tmp_path)
+    assert told.startswith("cache_dir: ") and told.endswith(f"{folder}/{name} cannot be read: Permission denied")
+    assert shards(folder) == before
+
+
+@needs_fork
+def test_a_folder_that_may_not_be_entered(folder: Path, tmp_path: Path) -> None:
+    folder.chmod(0)
+    assert told_to_another_user(folder, tmp_path) == f"cache_dir: {folder} cannot be made: Permission denied"
