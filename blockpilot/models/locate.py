@@ -5,6 +5,7 @@ Knows paths and the Hub client; nothing of what the files hold. Without a networ
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
@@ -64,5 +65,9 @@ def _download(source: str, *, key: str, revision: str | None) -> Path:
 
 
 def hub_commit(folder: Path) -> str | None:
-    """Commit of a folder in the Hub's local cache (``.../snapshots/<commit>``), else None."""
-    return folder.name if folder.parent.name == "snapshots" else None
+    """Commit of a folder in the Hub's local cache (``.../models--<id>/snapshots/<commit>``), else None.
+
+    A user's own folder may be called ``snapshots`` too, and what lies in it may change under its name.
+    """
+    of_the_hub = folder.parent.name == "snapshots" and folder.parents[1].name.startswith("models--")
+    return folder.name if of_the_hub and re.fullmatch("[0-9a-f]{40}", folder.name) else None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -116,12 +116,11 @@ class Pair:
         """Plain strings that change when the pair's behaviour may: weights or commits, dtype, tokenizer, template."""
         target_commit, drafter_commit = self.commits
         template = self.tokenizer.chat_template or ""
-        vocabulary = sorted(self.tokenizer.get_vocab().items())
         return {
             "target": target_commit or model_digest(self.target),
             "drafter": drafter_commit or model_digest(self.drafter),
             "dtype": str(self.target.dtype).removeprefix("torch."),
-            "tokenizer": _digest(repr(vocabulary).encode()),
+            "tokenizer": tokenizer_digest(self.tokenizer),
             "chat_template": _digest(str(template).encode()),
             "thinking": str(self.thinking).lower(),
         }
@@ -325,6 +324,28 @@ def model_digest(model: PreTrainedModel) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(memoryview(flat.numpy()))
     return "sha256:" + digest.hexdigest()[:32]
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Digest of how text becomes tokens and tokens become text, and of the tokens that templates name."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # written in Python: its rules are those of its class
+        rules: Any = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
+    else:
+        rules = json.loads(backend.to_str())
+        for state_of_the_last_call in ("truncation", "padding"):
+            rules.pop(state_of_the_last_call, None)
+        merges = rules["model"].get("merges") or ()
+        rules["model"]["merges"] = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
+    named = [tokenizer.bos_token, tokenizer.eos_token]
+    return _digest(json.dumps([_without_defaults(rules), named], sort_keys=True).encode())
+
+
+def _without_defaults(content: object) -> object:
+    """Without null and false: a newer version of a library may write a switch that an older one did not know."""
+    if isinstance(content, dict):
+        return {k: _without_defaults(v) for k, v in content.items() if v is not None and v is not False}
+    return [_without_defaults(item) for item in content] if isinstance(content, list) else content
 
 
 def _digest(data: bytes) -> str:

@@ -8,16 +8,18 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from blockpilot.decoding import generate
 from blockpilot.errors import UserError
 from blockpilot.models import Pair, load_pair
-from blockpilot.models.pair import check_fit
+from blockpilot.models.locate import hub_commit
+from blockpilot.models.pair import check_fit, tokenizer_digest
 from blockpilot.policies import FixedPolicy
 from tests.toy import ASSISTANT, BOS, EOS, THINK, USER, make_drafter, make_pair, make_target, make_tokenizer
 
@@ -297,6 +299,81 @@ def test_dtype_template_tokenizer_and_thinking_change_the_identity() -> None:
     assert changed_parts(make_pair(template=None)) == {"chat_template"}
     assert changed_parts(Pair(pair.target, pair.drafter, make_tokenizer(65))) == {"tokenizer"}
     assert "dtype" in changed_parts(make_pair(target=make_target().bfloat16()))
+
+
+def lower_case(core: dict[str, Any]) -> None:
+    core["normalizer"] = {"type": "Lowercase"}
+
+
+def other_spaces(core: dict[str, Any]) -> None:
+    core["pre_tokenizer"] = {"type": "Split", "pattern": {"String": "  "}, "behavior": "Isolated", "invert": False}
+
+
+def nothing_before(core: dict[str, Any]) -> None:
+    core["post_processor"] = None
+
+
+def another_merge(core: dict[str, Any]) -> None:
+    core["model"]["merges"] = core["model"]["merges"][:-1]
+
+
+def ordinary_end(core: dict[str, Any]) -> None:
+    core["added_tokens"] = [token | {"special": False} for token in core["added_tokens"]]
+
+
+def fused(core: dict[str, Any]) -> None:
+    core["decoder"] = {"type": "Fuse"}
+
+
+@pytest.mark.parametrize("change", [lower_case, other_spaces, nothing_before, ordinary_end, fused, another_merge])
+def test_another_rule_of_the_tokenizer_changes_the_identity(tmp_path: Path, change: Callable[[dict], None]) -> None:
+    """With the same vocabulary: its tokens are others, or its text, which the next turn of a conversation holds."""
+    pair = load_pair("tiny") if change in (ordinary_end, another_merge) else make_pair()
+    pair.tokenizer.save_pretrained(tmp_path)
+    base = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer_digest(base) == pair.identity["tokenizer"]
+    core = json.loads((tmp_path / "tokenizer.json").read_text())
+    change(core)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(core))
+    if change is ordinary_end:  # what it names is special in any case
+        (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
+    other = AutoTokenizer.from_pretrained(tmp_path)
+    assert other.get_vocab() == base.get_vocab()
+    assert tokenizer_digest(other) != tokenizer_digest(base)
+
+
+def test_use_does_not_change_a_tokenizers_identity() -> None:
+    pair = load_pair("tiny")
+    pair.tokenizer(["one", "two three four five"], padding=True, truncation=True, max_length=3)
+    pair.tokenizer.padding_side = "left"
+    pair.tokenizer.pad_token = pair.tokenizer.eos_token
+    assert pair.identity == load_pair("tiny").identity
+
+
+def test_another_version_of_the_library_does_not_change_a_tokenizers_identity() -> None:
+    """It may write merges otherwise, or a switch that is off."""
+
+    class Written:
+        bos_token, eos_token = None, "<eos>"
+
+        def __init__(self, text: str) -> None:
+            self.backend_tokenizer = self
+            self.to_str = lambda: text
+
+    texts = [
+        '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]}}',
+        '{"version": "1.0", "padding": null, "model": {"type": "BPE", "ignore_merges": false, "byte_fallback": null, '
+        '"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}, "truncation": {"max_length": 3}}',
+    ]
+    one, other = (tokenizer_digest(cast(PreTrainedTokenizerBase, Written(text))) for text in texts)
+    assert one == other
+
+
+def test_only_a_folder_of_the_hubs_cache_stands_for_a_commit(tmp_path: Path) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    assert hub_commit(tmp_path / "models--z-lab--Qwen3/snapshots" / commit) == commit
+    for mine in ("snapshots/step100", f"snapshots/{commit}", "models--mine/snapshots/last", f"models--mine/x/{commit}"):
+        assert hub_commit(tmp_path / mine) is None
 
 
 def test_a_hub_commit_stands_for_the_weights() -> None:
