@@ -8,6 +8,7 @@ from __future__ import annotations
 from blockpilot.metrics.formulas import (
     best_choice,
     best_fixed,
+    best_share,
     bootstrap_interval,
     headroom_captured,
     is_best,
@@ -19,14 +20,20 @@ from blockpilot.metrics.formulas import (
     tau_per_prompt,
 )
 from blockpilot.metrics.summary import DecodedPrompt, Interval, PolicySummary, RoundCosts, summarize
+from blockpilot.metrics.sweep import Estimate, FixedSize, OracleGain, SweepSummary, summarize_sweep
 
 __all__ = [
     "DecodedPrompt",
+    "Estimate",
+    "FixedSize",
     "Interval",
+    "OracleGain",
     "PolicySummary",
     "RoundCosts",
+    "SweepSummary",
     "best_choice",
     "best_fixed",
+    "best_share",
     "bootstrap_interval",
     "headroom_captured",
     "is_best",
@@ -36,5 +43,6 @@ __all__ = [
     "speed_utility",
     "speedup",
     "summarize",
+    "summarize_sweep",
     "tau_per_prompt",
 ]

@@ -9,7 +9,7 @@ float64. NaN means "no value" (a prompt without rounds has no tau) and is left o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from blockpilot.errors import UserError
 
 _RESAMPLED_ELEMENTS = 1 << 22
-"""Most elements of one resampled array held at a time by ``bootstrap_interval``: 32 MiB in float64."""
+"""Most elements of one resampled array held at a time by a bootstrap: 32 MiB in float64."""
 
 
 def tau_per_prompt(committed_tokens: Tensor, rounds: Tensor) -> Tensor:
@@ -134,6 +134,19 @@ def is_best(utility_NK: Tensor, choice_N: Tensor) -> Tensor:
     return best_N == chosen_N
 
 
+def best_share(utility_NK: Tensor) -> Tensor:
+    """Share of the prompts for which each column is the best; the columns of an exact tie share the prompt evenly.
+
+    Args:
+        utility_NK: ``[N, K]`` without NaN.
+
+    Returns:
+        float64 ``[K]`` that sums to 1.
+    """
+    is_best_NK = (utility_NK == utility_NK.amax(1, keepdim=True)).double()
+    return (is_best_NK / is_best_NK.sum(1, keepdim=True)).mean(0)
+
+
 def headroom_captured(policy_tau: Tensor, always_tau: Tensor, oracle_tau: Tensor) -> Tensor:
     """Share of the way from always-B to the oracle that a policy covers.
 
@@ -203,17 +216,49 @@ def bootstrap_interval(
     assert all(array.shape == (num_prompts,) for array in arrays_N), [array.shape for array in arrays_N]
     if num_prompts == 0:
         return torch.nan, torch.nan
-    generator = torch.Generator().manual_seed(seed)
-    at_once = max(1, _RESAMPLED_ELEMENTS // num_prompts)
-    values = []
-    for start in range(0, samples, at_once):
-        shape = (min(at_once, samples - start), num_prompts)
-        drawn_SN = torch.randint(num_prompts, shape, generator=generator)
-        values.append(statistic(*(array[drawn_SN.to(array.device)] for array in arrays_N)))
+    values = [
+        statistic(*(array[drawn_SN.to(array.device)] for array in arrays_N))
+        for drawn_SN in _resamplings(num_prompts, samples, seed)
+    ]
+    return percentile_interval(torch.cat(values), confidence)
+
+
+def bootstrap_means(values_NM: Tensor, samples: int = 2000, seed: int = 0) -> Tensor:
+    """Means over resampled prompts of many figures at once, by the same draws as :func:`bootstrap_interval`.
+
+    Every figure that is a function of means (a difference, a ratio of means) has its interval from the result, paired.
+
+    Args:
+        values_NM: M figures of each of N >= 1 prompts, without NaN.
+        samples: number of resamplings S.
+        seed: seed of the resampling.
+
+    Returns:
+        float64 ``[S, M]``.
+    """
+    num_prompts = len(values_NM)
+    means = []
+    for drawn_SN in _resamplings(num_prompts, samples, seed):
+        times_SN = torch.zeros(drawn_SN.shape, dtype=torch.float64)
+        times_SN.scatter_add_(1, drawn_SN, torch.ones_like(times_SN))
+        means.append(times_SN @ values_NM.double() / num_prompts)
+    return torch.cat(means)
+
+
+def percentile_interval(values_S: Tensor, confidence: float = 0.95) -> tuple[float, float]:
+    """The ends of the middle ``confidence`` of the values that are not NaN; both are NaN if none is left."""
     tail = (1 - confidence) / 2
     ends = torch.tensor([tail, 1 - tail], dtype=torch.float64)
-    low, high = torch.cat(values).double().cpu().nanquantile(ends).tolist()
+    low, high = values_S.double().cpu().nanquantile(ends).tolist()
     return low, high
+
+
+def _resamplings(num_prompts: int, samples: int, seed: int) -> Iterator[Tensor]:
+    """Prompts drawn with replacement, int64 ``[S, N]`` of as many samples as may be held at a time."""
+    generator = torch.Generator().manual_seed(seed)
+    at_once = max(1, _RESAMPLED_ELEMENTS // num_prompts)
+    for start in range(0, samples, at_once):
+        yield torch.randint(num_prompts, (min(at_once, samples - start), num_prompts), generator=generator)
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:

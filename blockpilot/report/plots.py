@@ -23,7 +23,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from torch import Tensor
 
 from blockpilot.decoding import LatencyProfile
-from blockpilot.metrics import DecodedPrompt, PolicySummary, bootstrap_interval
+from blockpilot.metrics import DecodedPrompt, PolicySummary, SweepSummary, best_share, bootstrap_interval
 from blockpilot.oracle.table import LabelTable
 from blockpilot.report.latency import reference_size, relative_costs
 
@@ -56,9 +56,8 @@ def tau_curve_figure(table: LabelTable, chosen: Mapping[str, Tensor] | None = No
     means = tau_NK.mean(0).tolist()
     curve.plot(table.block_sizes, means, color=BLUE, marker="o", markersize=4, label="same for all prompts")
 
-    is_best_NK = (tau_NK == tau_NK.amax(1, keepdim=True)).double()
-    share_K = (is_best_NK / is_best_NK.sum(1, keepdim=True)).mean(0)
-    shares.bar(table.block_sizes, share_K.tolist(), width=0.7, color=BLUE, alpha=0.6, label="best (ties split evenly)")
+    share_K = best_share(tau_NK).tolist()
+    shares.bar(table.block_sizes, share_K, width=0.7, color=BLUE, alpha=0.6, label="best (ties split evenly)")
 
     for index, (policy, choice_N) in enumerate((chosen or {}).items()):
         colour, line, marker = SERIES[index % len(SERIES)]
@@ -68,6 +67,36 @@ def tau_curve_figure(table: LabelTable, chosen: Mapping[str, Tensor] | None = No
         picked_K = torch.bincount(choice_N, minlength=len(table.block_sizes)).double() / len(choice_N)
         picked = {size: share for size, share in zip(table.block_sizes, picked_K.tolist(), strict=True) if share}
         shares.plot(*zip(*picked.items(), strict=True), marker, color=colour, label=f"picked by {policy}")
+    _dress(curve, y_label="mean tau (tokens per round)")
+    _dress(shares, x_label="block size (positions verified per round)", y_label="share of prompts")
+    shares.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
+    shares.set_ylim(bottom=0)
+    shares.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axes in (curve, shares):
+        _legend(axes)
+    return figure
+
+
+def locality_figure(summary: SweepSummary) -> Figure:
+    """Which block sizes are the best ones, around B: share of prompts by best size, under the mean tau of every size.
+
+    Args:
+        summary: figures of a sweep; the sizes need not be neighbours and need not hold B.
+    """
+    figure = _figure(height=5.4)
+    curve, shares = figure.subplots(2, 1, sharex=True)
+    sizes, everything = summary.block_sizes, summary.oracles[-1]
+    tau = [one.tau for one in summary.fixed]
+    curve.fill_between(
+        sizes, [one.low for one in tau], [one.high for one in tau], color=BLUE, alpha=0.2, linewidth=0,
+        label="95% interval",
+    )  # fmt: skip
+    curve.plot(sizes, [one.value for one in tau], color=BLUE, marker="o", markersize=4, label="same for all prompts")
+    label = f"best size of {summary.num_prompts} prompts ({everything.tied_prompts} tied: split evenly)"
+    shares.bar(sizes, everything.best_share, width=0.7, color=BLUE, alpha=0.6, label=label)
+    colour, line, _ = SERIES[0]
+    for axes, name in ((curve, f"B = {summary.trained}"), (shares, None)):
+        axes.axvline(summary.trained, color=colour, linestyle=line, linewidth=1.2, label=name)
     _dress(curve, y_label="mean tau (tokens per round)")
     _dress(shares, x_label="block size (positions verified per round)", y_label="share of prompts")
     shares.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
