@@ -82,6 +82,7 @@ def test_rows_are_the_labels_of_the_oracle(undisturbed: LabelCache) -> None:
         assert stored["acceptance_lengths"] == lengths and stored["output_tokens"] == record.output_ids
         assert stored["block_sizes"] == [3, 4, 5] and stored["seed"] == 3
         # the distribution has neither temperature nor filter
+        assert record.logits is not None
         probs = record.logits.softmax(-1)
         begin, end = table.distributions.offsets[index : index + 2].tolist()
         ids, kept = table.distributions.token_ids[begin:end], table.distributions.probs[begin:end]

@@ -191,7 +191,7 @@ def test_records_hold_what_the_target_saw_at_the_end_of_the_prompt() -> None:
     for prompt, record in zip(PROMPTS, records, strict=True):
         with torch.no_grad():
             plain = pair.target(torch.tensor([prompt]), output_hidden_states=True)
-        assert plain.hidden_states is not None
+        assert plain.hidden_states is not None and record.logits is not None and record.hidden is not None
         # raw: no temperature, no filter
         torch.testing.assert_close(record.logits, plain.logits[0, -1], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(record.hidden, plain.hidden_states[-1][0, -1], rtol=1e-4, atol=1e-4)

@@ -87,7 +87,7 @@ def test_simulation_equals_decoding_round_for_round(knowledge: str, policy: str,
 @pytest.mark.parametrize("kind", PAIRS)
 def test_position_limits_and_families(kind: str) -> None:
     pair = random_pair(kind)
-    options = OPTIONS | {"max_new_tokens": 30}
+    options: dict[str, Any] = OPTIONS | {"max_new_tokens": 30}
     records = [bare(record) for record in oracle.replay(pair, PROMPTS, SIZES, **options)]
     for policy in ("changing", "not a candidate"):
         assert simulated(pair, records, POLICIES[policy]()) == decoded(pair, POLICIES[policy](), **options)
