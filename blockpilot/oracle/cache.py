@@ -1,35 +1,45 @@
 """The cache on disk: Parquet shards of labels and prefill distributions under a digest of what made them.
 
-Knows files, manifests and shards; nothing of models or of how a label is found. A shard appears whole or not at
-all, so any number of writers may fill one cache and any of them may be killed.
+Knows keys, manifests and which shards there are; what is in a shard is in ``shards.py``, and nothing here knows models
+or how a label is found. A shard appears whole or not at all, so any number of writers may fill one cache and any of
+them may be killed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
 import os
 import platform
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
-import torch
-from torch import Tensor
 
 from blockpilot.errors import UserError
-from blockpilot.oracle.table import Distributions, LabelTable, TokenLists
+from blockpilot.oracle.shards import (
+    SCHEMA,
+    CacheRow,
+    DamagedShard,
+    in_batches,
+    read_checked,
+    read_info,
+    row_groups,
+    sizes,
+    table_of,
+    write_table,
+)
+from blockpilot.oracle.table import LabelTable, gather
+from blockpilot.oracle.tensors import labels_of
 
 log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 2
-_INFO = b"blockpilot"
 
 
 @dataclass(frozen=True)
@@ -64,52 +74,30 @@ class CacheKey:
         pair = {f"pair.{name}": value for name, value in sorted(values.pop("pair").items())}
         return json.loads(json.dumps(pair | values))
 
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> CacheKey:
+        """The key whose :meth:`fields` these are.
+
+        Raises:
+            ValueError: a field is missing, unknown or of another kind.
+        """
+        pair = {name.removeprefix("pair."): value for name, value in fields.items() if name.startswith("pair.")}
+        rest = {name: value for name, value in fields.items() if not name.startswith("pair.")}
+        kinds = {"int": int, "float": (int, float), "bool": bool, "str": str, "tuple[int, ...]": list}
+        known = {field.name: kinds[str(field.type)] for field in dataclasses.fields(cls) if field.name != "pair"}
+        odd = sorted(known.keys() ^ rest.keys()) + [n for n, kind in known.items() if not isinstance(rest.get(n), kind)]
+        if odd:
+            raise ValueError(f"key field {odd[0]} is missing, unknown or of a wrong kind")
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in rest.items()
+        }
+        return cls(pair=pair, **values)
+
     def folder(self, root: Path, pair_name: str, source: str) -> Path:
         """``<root>/<pair>-<digest of all but the prompts>/<source>-<digest of the prompts>``."""
         settings = {name: value for name, value in self.fields().items() if name != "prompts"}
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         return root / f"{pair_name}-{digest[:12]}" / f"{source}-{self.prompts[:12]}"
-
-
-@dataclass(frozen=True)
-class CacheRow:
-    """One sample as it is stored."""
-
-    prompt_id: str
-    prompt_key: int
-    """Signed 64-bit."""
-    dataset: str
-    prompt_tokens: list[int]
-    output_tokens: list[int]
-    block_sizes: list[int]
-    acceptance_lengths: list[list[int]]
-    """One list per block size."""
-    distribution_ids: list[int]
-    distribution_probs: list[float]
-    seed: int
-    logits: list[float] | None = None
-    hidden: list[float] | None = None
-    acceptance_table: list[int] | None = None
-    """Tokens committed from each position on (rows, from the prefill token) by each block size (columns), flat."""
-
-
-_SCHEMA = pa.schema(
-    [
-        ("prompt_id", pa.string()),
-        ("prompt_key", pa.int64()),
-        ("dataset", pa.string()),
-        ("prompt_tokens", pa.large_list(pa.int32())),
-        ("output_tokens", pa.large_list(pa.int32())),
-        ("block_sizes", pa.large_list(pa.int32())),
-        ("acceptance_lengths", pa.large_list(pa.large_list(pa.int16()))),
-        ("distribution_ids", pa.large_list(pa.int32())),
-        ("distribution_probs", pa.large_list(pa.float32())),
-        ("seed", pa.uint64()),
-        ("logits", pa.large_list(pa.float32())),
-        ("hidden", pa.large_list(pa.float32())),
-        ("acceptance_table", pa.large_list(pa.int16())),
-    ]
-)
 
 
 class LabelCache:
@@ -146,13 +134,29 @@ class LabelCache:
             _create(manifest, json.dumps(content, indent=2))
         self.manifest = _read_manifest(manifest)
         _compare(
-            manifest,
+            folder,
             self.manifest["key"] | {"num_rows": self.manifest["num_rows"]},
             key.fields() | {"num_rows": num_rows},
         )
         self.shard_size: int = self.manifest["shard_size"]
         self.num_shards = -(-num_rows // self.shard_size)
         self._verified: set[int] = set()
+
+    @classmethod
+    def existing(cls, folder: Path) -> LabelCache:
+        """The cache that is in ``folder``, whatever it holds; nothing is written.
+
+        Raises:
+            UserError: there is none, it has another schema version, or its manifest cannot be read.
+        """
+        path = folder / "manifest.json"
+        manifest = _read_manifest(path)
+        _compare_schema(folder, manifest["key"], SCHEMA_VERSION)
+        try:
+            key = CacheKey.from_fields(manifest["key"])
+        except ValueError as error:
+            raise _unreadable(path, error) from None
+        return cls(folder, key, manifest["num_rows"], manifest["shard_size"])
 
     def rows_of(self, shard: int) -> range:
         """Indices of the prompt rows of a shard."""
@@ -171,26 +175,28 @@ class LabelCache:
         if shard in self._verified or not path.exists():
             return shard in self._verified
         try:
-            table = pq.read_table(path, page_checksum_verification=True)
-            info = json.loads(table.schema.metadata[_INFO])
-            if (info["shard"], info["content"]) != (shard, _content_digest(table)):
-                raise ValueError("its rows are not those that were written there")
-        except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
-            log.warning("shard %s is damaged (%s) and will be rebuilt", path.name, (str(error).splitlines() or [""])[0])
+            read_checked(path, shard)
+        except DamagedShard as error:
+            log.warning("shard %s is damaged (%s) and will be rebuilt", path.name, error)
             return False
         self._verified.add(shard)
         return True
 
     def write(self, shard: int, rows: Sequence[CacheRow], *, skipped: int, seconds: float, device: str) -> None:
-        """Stores a shard: whole file, flushed to disk, then renamed into place."""
-        columns = {name: [getattr(row, name) for row in rows] for name in _SCHEMA.names}
-        table = pa.table(columns, schema=_SCHEMA)
-        info = {"shard": shard, "content": _content_digest(table)}
-        info |= {"skipped": skipped, "seconds": seconds, "device": device}
-        table = table.replace_schema_metadata({_INFO: json.dumps(info).encode()})
+        """Stores a shard: whole file, flushed to disk, then renamed into place.
+
+        Raises:
+            UserError: a number does not fit its column.
+        """
+        table = table_of(rows)
+        info = {"shard": shard, "skipped": skipped, "seconds": seconds, "device": device}
+        self.put(shard, lambda file: write_table(table, file, info))
+
+    def put(self, shard: int, write: Callable[[IO[bytes]], object]) -> None:
+        """Lets ``write`` make the file of a shard, flushes it to disk, then renames it into place."""
         partial = self.folder / f".{self.path(shard).name}.{platform.node()}.{os.getpid()}"
         with partial.open("wb") as file:
-            pq.write_table(table, file, compression="zstd", write_page_checksum=True)
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, self.path(shard))
@@ -198,7 +204,7 @@ class LabelCache:
 
     def finish(self) -> None:
         """Once every shard is there: adds their totals to the manifest, removes what killed writers left."""
-        infos = [self._info(shard) for shard in range(self.num_shards)]
+        infos = [read_info(self.path(shard)) for shard in range(self.num_shards)]
         self.manifest["provenance"]["seconds"] = round(sum(info["seconds"] for info in infos), 3)
         self.manifest["skipped_too_long"] = self.skipped()
         partial = self.folder / f".manifest.{os.getpid()}"
@@ -209,51 +215,60 @@ class LabelCache:
             if writer.isdigit() and not _alive(int(writer)):
                 leftover.unlink(missing_ok=True)
 
-    def _info(self, shard: int) -> dict[str, Any]:
-        return json.loads(pq.read_schema(self.path(shard)).metadata[_INFO])
-
     def skipped(self) -> int:
         """Samples left out because their prompt was longer than the model allows."""
-        return sum(self._info(shard)["skipped"] for shard in range(self.num_shards))
+        return sum(read_info(self.path(shard))["skipped"] for shard in range(self.num_shards))
 
     def read(self) -> pa.Table:
         """All rows as one Arrow table, memory-mapped.
 
         Raises:
-            UserError: shards are missing.
+            UserError: shards are missing or cannot be read.
         """
+        return pa.concat_tables([SCHEMA.empty_table(), *self._row_groups()])
+
+    def batches(self, rows: int) -> Iterator[LabelTable]:
+        """All rows as tensors, ``rows`` at a time (fewer in the last batch); a row group and a batch are held at once.
+
+        Files are memory-mapped, and no Python runs per row of a wide column.
+
+        Raises:
+            UserError: ``rows`` is below 1, or shards are missing or cannot be read.
+        """
+        if rows < 1:
+            raise UserError(f"rows={rows!r} of a batch is not allowed; expected 1 or more")
+        self._require_all()
+        return (self._labels(table) for table in in_batches(self._row_groups(), rows))
+
+    def load(self) -> LabelTable:
+        """All rows as tensors; each number is held once.
+
+        Raises:
+            UserError: shards are missing or cannot be read, or no row is left.
+        """
+        self._require_all()
+        each = [sizes(self.path(shard)) for shard in range(self.num_shards)]
+        rows, tokens, entries = (sum(column) for column in zip(*each, strict=True)) if each else (0, 0, 0)
+        if rows == 0:
+            raise UserError(f"cache {self.folder} holds no prompt: {self.skipped()} were longer than the model allows")
+        return gather(map(self._labels, self._row_groups()), rows, tokens, entries)
+
+    def _labels(self, table: pa.Table) -> LabelTable:
+        stored = {"logits": self.key.store_logits, "hidden": self.key.store_hidden}
+        dense = [name for name, there in stored.items() if there]
+        return labels_of(table, self.key.block_sizes, self.key.vocab_size, dense)
+
+    def _row_groups(self) -> Iterator[pa.Table]:
+        self._require_all()
+        for shard in range(self.num_shards):
+            yield from row_groups(self.path(shard))
+
+    def _require_all(self) -> None:
         missing = [self.path(s).name for s in range(self.num_shards) if not self.path(s).exists()]
         if missing:
             raise UserError(
                 f"cache {self.folder} lacks {len(missing)} of {self.num_shards} shards, such as {missing[0]}"
             )
-        tables = [pq.read_table(self.path(shard), memory_map=True) for shard in range(self.num_shards)]
-        return pa.concat_tables([table.replace_schema_metadata(None) for table in tables])
-
-    def load(self) -> LabelTable:
-        """All rows as tensors; no per-row Python for the wide columns.
-
-        Raises:
-            UserError: shards are missing, or no row is left.
-        """
-        table = self.read()
-        if table.num_rows == 0:
-            raise UserError(f"cache {self.folder} holds no prompt: {self.skipped()} were longer than the model allows")
-        committed, rounds = _rounds(table, len(self.key.block_sizes))
-        offsets, ids = _csr(table, "distribution_ids")
-        _, probs = _csr(table, "distribution_probs")
-        return LabelTable(
-            prompt_ids=tuple(table["prompt_id"].to_pylist()),
-            datasets=tuple(table["dataset"].to_pylist()),
-            prompt_keys=torch.from_numpy(table["prompt_key"].to_numpy().copy()),
-            prompts=TokenLists(*_csr(table, "prompt_tokens")),
-            block_sizes=self.key.block_sizes,
-            committed_tokens=committed,
-            rounds=rounds,
-            distributions=Distributions(offsets, ids.long(), probs, self.key.vocab_size),
-            logits=_dense(table, "logits") if self.key.store_logits else None,
-            hidden=_dense(table, "hidden") if self.key.store_hidden else None,
-        )
 
 
 def prompts_digest(rows: Iterable[object]) -> str:
@@ -264,13 +279,28 @@ def prompts_digest(rows: Iterable[object]) -> str:
     return digest.hexdigest()
 
 
-def _compare(manifest: Path, there: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    for name in sorted(there.keys() | wanted.keys()):
-        if there.get(name) != wanted.get(name):
-            raise UserError(
-                f"cache {manifest.parent} was collected with {name}={there.get(name)!r}, this run asks for "
-                f"{name}={wanted.get(name)!r}; use another cache_dir or remove that folder"
-            )
+def _compare(folder: Path, there: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    _compare_schema(folder, there, wanted["schema_version"])
+    name = differing_field(there, wanted)
+    if name is not None:
+        raise UserError(
+            f"cache {folder} was collected with {name}={there.get(name)!r}, this run asks for "
+            f"{name}={wanted.get(name)!r}; use another cache_dir or remove that folder"
+        )
+
+
+def differing_field(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
+    """The first field, by name, that two keys do not share."""
+    return next((n for n in sorted(there.keys() | wanted.keys()) if there.get(n) != wanted.get(n)), None)
+
+
+def _compare_schema(folder: Path, there: Mapping[str, Any], wanted: int) -> None:
+    version = there.get("schema_version")
+    if version != wanted:
+        raise UserError(
+            f"cache {folder} has schema_version={version!r}, this version of blockpilot reads and writes "
+            f"schema_version={wanted!r}; collect again (that goes to another folder) and remove this one"
+        )
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -278,11 +308,16 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
         kinds = {"key": dict, "provenance": dict, "num_rows": int, "shard_size": int}
         wrong = [name for name, kind in kinds.items() if not isinstance(content.get(name), kind)]
-        if wrong or content["shard_size"] < 1:
-            raise ValueError(f"{(wrong or ['shard_size'])[0]} is missing or wrong")
+        wrong = wrong or [name for name, least in (("num_rows", 0), ("shard_size", 1)) if content[name] < least]
+        if wrong:
+            raise ValueError(f"{wrong[0]} is missing or wrong")
         return content
     except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"cache manifest {path} cannot be read ({error}); remove its folder to collect again") from None
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> UserError:
+    return UserError(f"cache manifest {path} cannot be read ({error}); remove its folder to collect again")
 
 
 def _create(path: Path, text: str) -> None:
@@ -317,53 +352,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _list_parts(array: pa.Array) -> tuple[np.ndarray, pa.Array]:
-    """Offsets (from 0) and values of a list array that may be a slice."""
-    offsets = array.offsets.to_numpy()
-    return offsets - offsets[0], array.values.slice(offsets[0], offsets[-1] - offsets[0])
-
-
-def _content_digest(table: pa.Table) -> str:
-    """Digest of names and values: page checksums do not cover the headers and the footer of a Parquet file."""
-    digest = hashlib.sha256(json.dumps(table.column_names).encode())
-
-    def add(array: pa.Array) -> None:
-        digest.update(f"{len(array)} {array.null_count}".encode())
-        if pa.types.is_large_list(array.type):
-            offsets, values = _list_parts(array)
-            digest.update(offsets.tobytes())
-            add(values)
-        elif pa.types.is_string(array.type):
-            digest.update(json.dumps(array.to_pylist()).encode())
-        else:
-            digest.update(str(array.type).encode())
-            digest.update(array.to_numpy(zero_copy_only=False).tobytes())
-
-    for column in table.columns:
-        add(column.combine_chunks())
-    return digest.hexdigest()
-
-
-def _csr(table: pa.Table, name: str) -> tuple[Tensor, Tensor]:
-    """A list column as int64 offsets ``[N + 1]`` and flat values."""
-    offsets, values = _list_parts(table[name].combine_chunks())
-    return torch.from_numpy(offsets.astype(np.int64)), torch.from_numpy(values.to_numpy().copy())
-
-
-def _dense(table: pa.Table, name: str) -> Tensor:
-    offsets, values = _csr(table, name)
-    return values.view(len(offsets) - 1, -1)
-
-
-def _rounds(table: pa.Table, candidates: int) -> tuple[Tensor, Tensor]:
-    """Sums and counts of the acceptance lengths, int64 ``[N, K]`` each."""
-    _, per_candidate = _list_parts(table["acceptance_lengths"].combine_chunks())
-    offsets, lengths = _list_parts(per_candidate)
-    total = np.concatenate([[0], np.cumsum(lengths.to_numpy(), dtype=np.int64)])
-    sums, counts = total[offsets[1:]] - total[offsets[:-1]], np.diff(offsets)
-    return (
-        torch.from_numpy(sums).view(-1, candidates),
-        torch.from_numpy(counts.astype(np.int64)).view(-1, candidates),
-    )
