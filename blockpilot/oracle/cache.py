@@ -35,7 +35,7 @@ from blockpilot.oracle.shards import (
     write_table,
 )
 from blockpilot.oracle.table import LabelTable, gather
-from blockpilot.oracle.tensors import labels_of
+from blockpilot.oracle.tensors import COLUMNS, labels_of
 
 log = logging.getLogger(__name__)
 
@@ -237,8 +237,8 @@ class LabelCache:
         """
         if rows < 1:
             raise UserError(f"rows={rows!r} of a batch is not allowed; expected 1 or more")
-        self._require_all()
-        return (self._labels(table) for table in in_batches(self._row_groups(), rows))
+        tables = in_batches(self._row_groups(self._label_columns), rows)
+        return map(self._labels, tables)
 
     def load(self) -> LabelTable:
         """All rows as tensors; each number is held once.
@@ -251,17 +251,23 @@ class LabelCache:
         rows, tokens, entries = (sum(column) for column in zip(*each, strict=True)) if each else (0, 0, 0)
         if rows == 0:
             raise UserError(f"cache {self.folder} holds no prompt: {self.skipped()} were longer than the model allows")
-        return gather(map(self._labels, self._row_groups()), rows, tokens, entries)
+        return gather(map(self._labels, self._row_groups(self._label_columns)), rows, tokens, entries)
+
+    @property
+    def _dense(self) -> list[str]:
+        stored = {"logits": self.key.store_logits, "hidden": self.key.store_hidden}
+        return [name for name, there in stored.items() if there]
+
+    @property
+    def _label_columns(self) -> list[str]:
+        return [*COLUMNS, *self._dense]
 
     def _labels(self, table: pa.Table) -> LabelTable:
-        stored = {"logits": self.key.store_logits, "hidden": self.key.store_hidden}
-        dense = [name for name, there in stored.items() if there]
-        return labels_of(table, self.key.block_sizes, self.key.vocab_size, dense)
+        return labels_of(table, self.key.block_sizes, self.key.vocab_size, self._dense)
 
-    def _row_groups(self) -> Iterator[pa.Table]:
+    def _row_groups(self, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
         self._require_all()
-        for shard in range(self.num_shards):
-            yield from row_groups(self.path(shard))
+        return (table for shard in range(self.num_shards) for table in row_groups(self.path(shard), columns))
 
     def _require_all(self) -> None:
         missing = [self.path(s).name for s in range(self.num_shards) if not self.path(s).exists()]

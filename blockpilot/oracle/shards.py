@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -168,6 +169,8 @@ def content_digest(table: pa.Table) -> str:
 
 _UNREADABLE = (pa.ArrowException, OSError, ValueError, LookupError, TypeError)
 """What reading a file raises that is no shard, or no longer."""
+_LET_GO: int | None = getattr(mmap, "MADV_DONTNEED", None)
+"""Advice that gives back mapped pages that were read; without it (not on Linux) they stay until the file is closed."""
 
 
 def read_checked(source: Path | bytes, shard: int) -> tuple[pa.Table, dict[str, Any]]:
@@ -200,17 +203,25 @@ def read_info(path: Path) -> dict[str, Any]:
     return json.loads(pq.read_schema(path).metadata[_INFO])
 
 
-def row_groups(path: Path) -> Iterator[pa.Table]:
+def row_groups(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
     """The rows of a shard, memory-mapped, a row group at a time; values are not compared with their digest.
+
+    Args:
+        path: the file.
+        columns: names of those to read; None reads all.
 
     Raises:
         UserError: it cannot be read.
     """
-    with _or_user_error(path), pq.ParquetFile(path, memory_map=True) as file:
-        for group in range(file.num_row_groups):
-            table = _of_schema(file.read_row_group(group))
-            if table.num_rows:
-                yield table
+    with _or_user_error(path), path.open("rb") as opened:
+        mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        with pq.ParquetFile(pa.BufferReader(pa.py_buffer(mapped))) as file:
+            for group in range(file.num_row_groups):
+                table = _of_schema(file.read_row_group(group, columns), columns)
+                if table.num_rows:
+                    yield table
+                if _LET_GO is not None:
+                    mapped.madvise(_LET_GO)
 
 
 @contextmanager
@@ -264,9 +275,10 @@ def in_batches(tables: Iterable[pa.Table], rows: int) -> Iterator[pa.Table]:
         yield pa.concat_tables(held)
 
 
-def _of_schema(table: pa.Table) -> pa.Table:
-    """Without the metadata, and as ``SCHEMA`` even where a writer declared numbers that may be null."""
-    return table.replace_schema_metadata(None).cast(SCHEMA)
+def _of_schema(table: pa.Table, columns: Sequence[str] | None = None) -> pa.Table:
+    """Without the metadata, and typed as in ``SCHEMA`` even where a writer declared numbers that may be null."""
+    names = SCHEMA.names if columns is None else columns
+    return table.replace_schema_metadata(None).select(names).cast(pa.schema([SCHEMA.field(name) for name in names]))
 
 
 def list_parts(array: pa.Array) -> tuple[np.ndarray, pa.Array]:

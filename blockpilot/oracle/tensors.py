@@ -17,12 +17,23 @@ from torch import Tensor
 from blockpilot.oracle.shards import list_parts
 from blockpilot.oracle.table import Distributions, LabelTable, TokenLists
 
+COLUMNS = (
+    "prompt_id",
+    "prompt_key",
+    "dataset",
+    "prompt_tokens",
+    "acceptance_lengths",
+    "distribution_ids",
+    "distribution_probs",
+)
+"""What :func:`labels_of` reads, besides dense columns."""
+
 
 def labels_of(table: pa.Table, block_sizes: Sequence[int], vocab_size: int, dense: Sequence[str] = ()) -> LabelTable:
     """Rows as tensors of their own memory; token ids are int32, as they are stored.
 
     Args:
-        table: rows of a shard's schema.
+        table: rows with ``COLUMNS`` and ``dense``.
         block_sizes: the K candidates of every row.
         vocab_size: of the distributions.
         dense: which of ``logits`` and ``hidden`` the rows hold.
