@@ -1,27 +1,33 @@
 """The cache on disk: Parquet shards of labels and prefill distributions under a digest of what made them.
 
-Knows keys, manifests and which shards there are; what is in a shard is in ``shards.py``, and nothing here knows models
-or how a label is found. A shard appears whole or not at all, so any number of writers may fill one cache and any of
-them may be killed.
+Knows which shards there are and how they get there; what is in one is in ``shards.py``, what the cache says of itself
+in ``manifest.py``, and nothing here knows models or how a label is found. A shard appears whole or not at all, so any
+number of writers may fill one cache and any of them may be killed.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import json
 import logging
 import os
 import platform
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import pyarrow as pa
 
 from blockpilot.errors import UserError
+from blockpilot.oracle.manifest import (
+    MANIFEST,
+    SCHEMA_VERSION,
+    CacheKey,
+    create_manifest,
+    prompts_digest,
+    read_key,
+    read_manifest,
+    require_same,
+)
 from blockpilot.oracle.shards import (
     SCHEMA,
     CacheRow,
@@ -37,67 +43,9 @@ from blockpilot.oracle.shards import (
 from blockpilot.oracle.table import LabelTable, gather
 from blockpilot.oracle.tensors import COLUMNS, labels_of
 
+__all__ = ["SCHEMA_VERSION", "CacheKey", "CacheRow", "LabelCache", "prompts_digest"]
+
 log = logging.getLogger(__name__)
-
-SCHEMA_VERSION = 2
-
-
-@dataclass(frozen=True)
-class CacheKey:
-    """Everything that changes a cache's content, and nothing else.
-
-    Device, batch size, number of writers and the method (replay and enumeration agree) are not here.
-    """
-
-    pair: Mapping[str, str]
-    """Identity of target, drafter, dtype, tokenizer, chat template and thinking switch."""
-    prompts: str
-    """Digest of the prompt rows, in order."""
-    block_sizes: tuple[int, ...]
-    vocab_size: int
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    seed: int
-    stop_token_ids: tuple[int, ...]
-    tail_mass: float
-    store_logits: bool
-    store_hidden: bool
-    tau_convention: str
-    per_round: bool = False
-    schema_version: int = SCHEMA_VERSION
-
-    def fields(self) -> dict[str, Any]:
-        """Flat plain values; the pair's are named ``pair.target`` and so on."""
-        values = asdict(self)
-        pair = {f"pair.{name}": value for name, value in sorted(values.pop("pair").items())}
-        return json.loads(json.dumps(pair | values))
-
-    @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> CacheKey:
-        """The key whose :meth:`fields` these are.
-
-        Raises:
-            ValueError: a field is missing, unknown or of another kind.
-        """
-        pair = {name.removeprefix("pair."): value for name, value in fields.items() if name.startswith("pair.")}
-        rest = {name: value for name, value in fields.items() if not name.startswith("pair.")}
-        kinds = {"int": int, "float": (int, float), "bool": bool, "str": str, "tuple[int, ...]": list}
-        known = {field.name: kinds[str(field.type)] for field in dataclasses.fields(cls) if field.name != "pair"}
-        odd = sorted(known.keys() ^ rest.keys()) + [n for n, kind in known.items() if not isinstance(rest.get(n), kind)]
-        if odd:
-            raise ValueError(f"key field {odd[0]} is missing, unknown or of a wrong kind")
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in rest.items()
-        }
-        return cls(pair=pair, **values)
-
-    def folder(self, root: Path, pair_name: str, source: str) -> Path:
-        """``<root>/<pair>-<digest of all but the prompts>/<source>-<digest of the prompts>``."""
-        settings = {name: value for name, value in self.fields().items() if name != "prompts"}
-        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-        return root / f"{pair_name}-{digest[:12]}" / f"{source}-{self.prompts[:12]}"
 
 
 class LabelCache:
@@ -119,25 +67,13 @@ class LabelCache:
         self, folder: Path, key: CacheKey, num_rows: int, shard_size: int, provenance: Mapping[str, str] | None = None
     ) -> None:
         self.folder, self.key = folder, key
-        manifest = folder / "manifest.json"
-        if not manifest.exists():
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UserError(f"cache_dir: {folder} cannot be made: {error.strerror}") from None
-            content = {
-                "key": key.fields(),
-                "num_rows": num_rows,
-                "shard_size": shard_size,
-                "provenance": dict(provenance or {}),
-            }
-            _create(manifest, json.dumps(content, indent=2))
-        self.manifest = _read_manifest(manifest)
-        _compare(
-            folder,
-            self.manifest["key"] | {"num_rows": self.manifest["num_rows"]},
-            key.fields() | {"num_rows": num_rows},
-        )
+        if not (folder / MANIFEST).exists():
+            facts = dict(provenance or {})
+            content = {"key": key.fields(), "num_rows": num_rows, "shard_size": shard_size, "provenance": facts}
+            create_manifest(folder, content)
+        self.manifest = read_manifest(folder, key.schema_version)
+        there, wanted = self.manifest["key"], key.fields()
+        require_same(folder, there | {"num_rows": self.manifest["num_rows"]}, wanted | {"num_rows": num_rows})
         self.shard_size: int = self.manifest["shard_size"]
         self.num_shards = -(-num_rows // self.shard_size)
         self._verified: set[int] = set()
@@ -149,14 +85,8 @@ class LabelCache:
         Raises:
             UserError: there is none, it has another schema version, or its manifest cannot be read.
         """
-        path = folder / "manifest.json"
-        manifest = _read_manifest(path)
-        _compare_schema(folder, manifest["key"], SCHEMA_VERSION)
-        try:
-            key = CacheKey.from_fields(manifest["key"])
-        except ValueError as error:
-            raise _unreadable(path, error) from None
-        return cls(folder, key, manifest["num_rows"], manifest["shard_size"])
+        manifest = read_manifest(folder)
+        return cls(folder, read_key(folder), manifest["num_rows"], manifest["shard_size"])
 
     def rows_of(self, shard: int) -> range:
         """Indices of the prompt rows of a shard."""
@@ -209,7 +139,7 @@ class LabelCache:
         self.manifest["skipped_too_long"] = self.skipped()
         partial = self.folder / f".manifest.{os.getpid()}"
         partial.write_text(json.dumps(self.manifest, indent=2), encoding="utf-8")
-        os.replace(partial, self.folder / "manifest.json")
+        os.replace(partial, self.folder / MANIFEST)
         for leftover in self.folder.glob(f".shard-*.{platform.node()}.*"):
             writer = leftover.suffix[1:]
             if writer.isdigit() and not _alive(int(writer)):
@@ -275,70 +205,6 @@ class LabelCache:
             raise UserError(
                 f"cache {self.folder} lacks {len(missing)} of {self.num_shards} shards, such as {missing[0]}"
             )
-
-
-def prompts_digest(rows: Iterable[object]) -> str:
-    """Digest of prompt rows (dataclasses), in order."""
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(json.dumps(asdict(row), sort_keys=True).encode() + b"\n")  # type: ignore[call-overload]
-    return digest.hexdigest()
-
-
-def _compare(folder: Path, there: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    _compare_schema(folder, there, wanted["schema_version"])
-    name = differing_field(there, wanted)
-    if name is not None:
-        raise UserError(
-            f"cache {folder} was collected with {name}={there.get(name)!r}, this run asks for "
-            f"{name}={wanted.get(name)!r}; use another cache_dir or remove that folder"
-        )
-
-
-def differing_field(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
-    """The first field, by name, that two keys do not share."""
-    return next((n for n in sorted(there.keys() | wanted.keys()) if there.get(n) != wanted.get(n)), None)
-
-
-def _compare_schema(folder: Path, there: Mapping[str, Any], wanted: int) -> None:
-    version = there.get("schema_version")
-    if version != wanted:
-        raise UserError(
-            f"cache {folder} has schema_version={version!r}, this version of blockpilot reads and writes "
-            f"schema_version={wanted!r}; collect again (that goes to another folder) and remove this one"
-        )
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        kinds = {"key": dict, "provenance": dict, "num_rows": int, "shard_size": int}
-        wrong = [name for name, kind in kinds.items() if not isinstance(content.get(name), kind)]
-        wrong = wrong or [name for name, least in (("num_rows", 0), ("shard_size", 1)) if content[name] < least]
-        if wrong:
-            raise ValueError(f"{wrong[0]} is missing or wrong")
-        return content
-    except (OSError, ValueError, AttributeError) as error:
-        raise _unreadable(path, error) from None
-
-
-def _unreadable(path: Path, error: Exception) -> UserError:
-    return UserError(f"cache manifest {path} cannot be read ({error}); remove its folder to collect again")
-
-
-def _create(path: Path, text: str) -> None:
-    """Writes a file unless another writer was faster."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    try:
-        os.link(partial, path)
-    except FileExistsError:
-        pass
-    finally:
-        partial.unlink()
 
 
 def _alive(process: int) -> bool:
