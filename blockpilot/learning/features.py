@@ -37,7 +37,7 @@ class Features:
     offsets: Tensor | None = None
     """int64 ``[N + 1]`` if sparse."""
     token_ids: Tensor | None = None
-    """int64 ``[Z]`` if sparse."""
+    """int32 or int64 ``[Z]`` if sparse."""
 
     def __len__(self) -> int:
         return len(self.values) if self.offsets is None else len(self.offsets) - 1

@@ -1,118 +1,48 @@
 """The cache on disk: Parquet shards of labels and prefill distributions under a digest of what made them.
 
-Knows files, manifests and shards; nothing of models or of how a label is found. A shard appears whole or not at
-all, so any number of writers may fill one cache and any of them may be killed.
+Knows which shards there are and how they get there; what is in one is in ``shards.py``, what the cache says of itself
+in ``manifest.py``, and nothing here knows models or how a label is found. A shard appears whole or not at all, so any
+number of writers may fill one cache and any of them may be killed.
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
-import json
 import logging
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
-import torch
-from torch import Tensor
 
 from blockpilot.errors import UserError
 from blockpilot.oracle.files import remove_leftovers, write_whole
-from blockpilot.oracle.table import Distributions, LabelTable, TokenLists
+from blockpilot.oracle.manifest import (
+    SCHEMA_VERSION,
+    CacheKey,
+    create_manifest,
+    prompts_digest,
+    read_key,
+    read_manifest,
+    replace_manifest,
+    require_same,
+)
+from blockpilot.oracle.shards import (
+    SCHEMA,
+    CacheRow,
+    DamagedShard,
+    in_batches,
+    read_checked,
+    row_groups,
+    sizes,
+    table_of,
+    write_table,
+)
+from blockpilot.oracle.table import LabelTable, gather
+from blockpilot.oracle.tensors import COLUMNS, labels_of
+
+__all__ = ["SCHEMA_VERSION", "CacheKey", "CacheRow", "LabelCache", "prompts_digest"]
 
 log = logging.getLogger(__name__)
-
-SCHEMA_VERSION = 2
-_INFO = b"blockpilot"
-
-
-@dataclass(frozen=True)
-class CacheKey:
-    """Everything that changes a cache's content, and nothing else.
-
-    Device, batch size, number of writers and the method (replay and enumeration agree) are not here.
-    """
-
-    pair: Mapping[str, str]
-    """Identity of target, drafter, dtype, tokenizer, chat template and thinking switch."""
-    prompts: str
-    """Digest of the prompt rows, in order."""
-    block_sizes: tuple[int, ...]
-    vocab_size: int
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    seed: int
-    stop_token_ids: tuple[int, ...]
-    tail_mass: float
-    store_logits: bool
-    store_hidden: bool
-    tau_convention: str
-    per_round: bool = False
-    schema_version: int = SCHEMA_VERSION
-
-    def fields(self) -> dict[str, Any]:
-        """Flat plain values; the pair's are named ``pair.target`` and so on."""
-        values = asdict(self)
-        pair = {f"pair.{name}": value for name, value in sorted(values.pop("pair").items())}
-        return json.loads(json.dumps(pair | values))
-
-    def digest(self) -> str:
-        """Digest of all fields."""
-        return _digest(self.fields())
-
-    def folder(self, root: Path, pair_name: str, source: str) -> Path:
-        """``<root>/<pair>-<digest of all but the prompts>/<source>-<digest of the prompts>``."""
-        settings = {name: value for name, value in self.fields().items() if name != "prompts"}
-        return root / f"{pair_name}-{_digest(settings)[:12]}" / f"{source}-{self.prompts[:12]}"
-
-
-@dataclass(frozen=True)
-class CacheRow:
-    """One sample as it is stored."""
-
-    prompt_id: str
-    prompt_key: int
-    """Signed 64-bit."""
-    dataset: str
-    prompt_tokens: list[int]
-    output_tokens: list[int]
-    block_sizes: list[int]
-    acceptance_lengths: list[list[int]]
-    """One list per block size."""
-    distribution_ids: list[int]
-    distribution_probs: list[float]
-    seed: int
-    logits: list[float] | None = None
-    hidden: list[float] | None = None
-    acceptance_table: list[int] | None = None
-    """Tokens committed from each position on (rows, from the prefill token) by each block size (columns), flat."""
-
-
-_SCHEMA = pa.schema(
-    [
-        ("prompt_id", pa.string()),
-        ("prompt_key", pa.int64()),
-        ("dataset", pa.string()),
-        ("prompt_tokens", pa.large_list(pa.int32())),
-        ("output_tokens", pa.large_list(pa.int32())),
-        ("block_sizes", pa.large_list(pa.int32())),
-        ("acceptance_lengths", pa.large_list(pa.large_list(pa.int16()))),
-        ("distribution_ids", pa.large_list(pa.int32())),
-        ("distribution_probs", pa.large_list(pa.float32())),
-        ("seed", pa.uint64()),
-        ("logits", pa.large_list(pa.float32())),
-        ("hidden", pa.large_list(pa.float32())),
-        ("acceptance_table", pa.large_list(pa.int16())),
-    ]
-)
 
 
 class LabelCache:
@@ -134,30 +64,25 @@ class LabelCache:
         self, folder: Path, key: CacheKey, num_rows: int, shard_size: int, provenance: Mapping[str, str] | None = None
     ) -> None:
         self.folder, self.key = folder, key
-        manifest = folder / "manifest.json"
-        try:
-            new = not manifest.exists()
-            if new:
-                folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cache_dir: {folder} cannot be made: {error.strerror}") from None
-        if new:
-            content = {
-                "key": key.fields(),
-                "num_rows": num_rows,
-                "shard_size": shard_size,
-                "provenance": dict(provenance or {}),
-            }
-            write_whole(manifest, lambda file: file.write(_json(content)), keep_existing=True)
-        self.manifest = _read_manifest(manifest)
-        _compare(
-            manifest,
-            self.manifest["key"] | {"num_rows": self.manifest["num_rows"]},
-            key.fields() | {"num_rows": num_rows},
-        )
+        facts = dict(provenance or {})
+        content = {"key": key.fields(), "num_rows": num_rows, "shard_size": shard_size, "provenance": facts}
+        create_manifest(folder, content)
+        self.manifest = read_manifest(folder, key.schema_version)
+        there, wanted = self.manifest["key"], key.fields()
+        require_same(folder, there | {"num_rows": self.manifest["num_rows"]}, wanted | {"num_rows": num_rows})
         self.shard_size: int = self.manifest["shard_size"]
         self.num_shards = -(-num_rows // self.shard_size)
         self._verified: dict[int, dict[str, Any]] = {}  # what each shard says of itself
+
+    @classmethod
+    def existing(cls, folder: Path) -> LabelCache:
+        """The cache that is in ``folder``, whatever it holds; nothing is written.
+
+        Raises:
+            UserError: there is none, it has another schema version, or its manifest cannot be read.
+        """
+        manifest = read_manifest(folder)
+        return cls(folder, read_key(folder), manifest["num_rows"], manifest["shard_size"])
 
     def rows_of(self, shard: int) -> range:
         """Indices of the prompt rows of a shard."""
@@ -180,23 +105,14 @@ class LabelCache:
         if shard in self._verified or not path.exists():
             return shard in self._verified
         try:
-            table = pq.read_table(path, page_checksum_verification=True)
-            info = json.loads(table.schema.metadata[_INFO])
-            if info.pop("content") != _content_digest(table, info):
-                raise ValueError("its rows are not those that were written there")
-            if any(info[name] != value for name, value in self._place(shard).items()):
-                raise ValueError("it is of another place or another cache")
-        except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            number = getattr(error, "errno", None)
-            if number not in (None, errno.ENOENT):  # the system's word, not the content's
-                raise UserError(f"cache_dir: {path} cannot be read: {os.strerror(number)}") from None
-            log.warning("shard %s is damaged (%s) and will be rebuilt", path.name, (str(error).splitlines() or [""])[0])
+            _, self._verified[shard] = read_checked(path, self.place(shard))
+        except DamagedShard as error:
+            log.warning("shard %s is damaged (%s) and will be rebuilt", path.name, error)
             return False
-        self._verified[shard] = info
         return True
 
-    def _place(self, shard: int) -> dict[str, Any]:
-        """What a shard must say of itself: files get copied, and a lost manifest may come back with another size."""
+    def place(self, shard: int) -> dict[str, Any]:
+        """What a shard must say of itself."""
         rows = self.rows_of(shard)
         return {"key": self.key.digest(), "shard": shard, "rows": [rows.start, rows.stop]}
 
@@ -204,18 +120,17 @@ class LabelCache:
         """Stores a shard: whole file, flushed to disk, then renamed into place.
 
         Raises:
-            UserError: the disk is full, or the folder takes no file; earlier shards are as they were.
+            UserError: a number does not fit its column, the disk is full, or the folder takes no file; earlier shards
+                are as they were.
         """
-        columns = {name: [getattr(row, name) for row in rows] for name in _SCHEMA.names}
-        table = pa.table(columns, schema=_SCHEMA)
-        info = self._place(shard) | {"skipped": skipped, "seconds": seconds, "device": device}
-        info["content"] = _content_digest(table, info)
-        table = table.replace_schema_metadata({_INFO: json.dumps(info).encode()})
+        table = table_of(rows)
+        info = {**self.place(shard), "skipped": skipped, "seconds": seconds, "device": device}
+        self.put(shard, lambda file: write_table(table, file, info))
+
+    def put(self, shard: int, write: Callable[[BinaryIO], object]) -> None:
+        """Lets ``write`` make the file of a shard; see :meth:`write`."""
         self._verified.pop(shard, None)
-        write_whole(
-            self.path(shard),
-            lambda file: pq.write_table(table, file, compression="zstd", write_page_checksum=True),
-        )
+        write_whole(self.path(shard), write)
 
     def finish(self) -> None:
         """Once every shard is there: adds their totals to the manifest, removes what killed writers left.
@@ -229,7 +144,7 @@ class LabelCache:
         provenance = {**self.manifest["provenance"], "seconds": seconds}
         content: dict[str, Any] = {**self.manifest, "provenance": provenance, "skipped_too_long": self.skipped()}
         if content != self.manifest:
-            write_whole(self.folder / "manifest.json", lambda file: file.write(_json(content)))
+            replace_manifest(self.folder, content)
             self.manifest = content
         remove_leftovers(self.folder)
 
@@ -248,127 +163,54 @@ class LabelCache:
         Raises:
             UserError: shards are missing or damaged.
         """
-        missing = [self.path(shard).name for shard in self.missing()]
-        if missing:
-            raise UserError(
-                f"cache {self.folder} lacks {len(missing)} of {self.num_shards} shards, such as {missing[0]}"
-            )
-        tables = [pq.read_table(self.path(shard), memory_map=True) for shard in range(self.num_shards)]
-        return pa.concat_tables([table.replace_schema_metadata(None) for table in tables])
+        return pa.concat_tables([SCHEMA.empty_table(), *self._row_groups()])
+
+    def batches(self, rows: int) -> Iterator[LabelTable]:
+        """All rows as tensors, ``rows`` at a time (fewer in the last batch); a row group and a batch are held at once.
+
+        Files are memory-mapped, and no Python runs per row of a wide column.
+
+        Raises:
+            UserError: ``rows`` is below 1, or shards are missing or damaged.
+        """
+        if rows < 1:
+            raise UserError(f"rows={rows!r} of a batch is not allowed; expected 1 or more")
+        tables = in_batches(self._row_groups(self._label_columns), rows)
+        return map(self._labels, tables)
 
     def load(self) -> LabelTable:
-        """All rows as tensors; no per-row Python for the wide columns.
+        """All rows as tensors; each number is held once.
 
         Raises:
             UserError: shards are missing or damaged, or no row is left.
         """
-        table = self.read()
-        if table.num_rows == 0:
+        self._require_all()
+        each = [sizes(self.path(shard)) for shard in range(self.num_shards)]
+        rows, tokens, entries = (sum(column) for column in zip(*each, strict=True)) if each else (0, 0, 0)
+        if rows == 0:
             raise UserError(f"cache {self.folder} holds no prompt: {self.skipped()} were longer than the model allows")
-        committed, rounds = _rounds(table, len(self.key.block_sizes))
-        offsets, ids = _csr(table, "distribution_ids")
-        _, probs = _csr(table, "distribution_probs")
-        return LabelTable(
-            prompt_ids=tuple(table["prompt_id"].to_pylist()),
-            datasets=tuple(table["dataset"].to_pylist()),
-            prompt_keys=torch.from_numpy(table["prompt_key"].to_numpy().copy()),
-            prompts=TokenLists(*_csr(table, "prompt_tokens")),
-            block_sizes=self.key.block_sizes,
-            committed_tokens=committed,
-            rounds=rounds,
-            distributions=Distributions(offsets, ids.long(), probs, self.key.vocab_size),
-            logits=_dense(table, "logits") if self.key.store_logits else None,
-            hidden=_dense(table, "hidden") if self.key.store_hidden else None,
-        )
+        return gather(map(self._labels, self._row_groups(self._label_columns)), rows, tokens, entries)
 
+    @property
+    def _dense(self) -> list[str]:
+        stored = {"logits": self.key.store_logits, "hidden": self.key.store_hidden}
+        return [name for name, there in stored.items() if there]
 
-def prompts_digest(rows: Iterable[object]) -> str:
-    """Digest of prompt rows (dataclasses), in order."""
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(json.dumps(asdict(row), sort_keys=True).encode() + b"\n")  # type: ignore[call-overload]
-    return digest.hexdigest()
+    @property
+    def _label_columns(self) -> list[str]:
+        return [*COLUMNS, *self._dense]
 
+    def _labels(self, table: pa.Table) -> LabelTable:
+        return labels_of(table, self.key.block_sizes, self.key.vocab_size, self._dense)
 
-def _compare(manifest: Path, there: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    for name in sorted(there.keys() | wanted.keys()):
-        if there.get(name) != wanted.get(name):
+    def _row_groups(self, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+        self._require_all()
+        return (table for shard in range(self.num_shards) for table in row_groups(self.path(shard), columns))
+
+    def _require_all(self) -> None:
+        missing = [self.path(shard).name for shard in self.missing()]
+        if missing:
             raise UserError(
-                f"cache {manifest.parent} was collected with {name}={there.get(name)!r}, this run asks for "
-                f"{name}={wanted.get(name)!r}; use another cache_dir or remove that folder"
+                f"cache {self.folder} lacks {len(missing)} of {self.num_shards} shards, such as {missing[0]}; "
+                "python -m blockpilot.collect makes them"
             )
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        kinds = {"key": dict, "provenance": dict, "num_rows": int, "shard_size": int}
-        wrong = [name for name, kind in kinds.items() if not isinstance(content.get(name), kind)]
-        if wrong or content["shard_size"] < 1:
-            raise ValueError(f"{(wrong or ['shard_size'])[0]} is missing or wrong")
-        return content
-    except OSError as error:
-        raise UserError(f"cache_dir: cache manifest {path} cannot be read: {error.strerror}") from None
-    except (ValueError, AttributeError) as error:
-        raise UserError(
-            f"cache manifest {path} cannot be read ({error}); remove this file alone, and the same command with the "
-            "same collect.shard_size makes it anew and keeps the shards beside it"
-        ) from None
-
-
-def _json(content: Mapping[str, Any]) -> bytes:
-    return json.dumps(content, indent=2).encode()
-
-
-def _list_parts(array: pa.Array) -> tuple[np.ndarray, pa.Array]:
-    """Offsets (from 0) and values of a list array that may be a slice."""
-    offsets = array.offsets.to_numpy()
-    return offsets - offsets[0], array.values.slice(offsets[0], offsets[-1] - offsets[0])
-
-
-def _digest(content: object) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _content_digest(table: pa.Table, info: Mapping[str, Any]) -> str:
-    """Digest of info, names and values: page checksums do not cover the headers and the footer of a Parquet file."""
-    digest = hashlib.sha256(json.dumps([info, table.column_names], sort_keys=True).encode())
-
-    def add(array: pa.Array) -> None:
-        digest.update(f"{len(array)} {array.null_count}".encode())
-        if pa.types.is_large_list(array.type):
-            offsets, values = _list_parts(array)
-            digest.update(offsets.tobytes())
-            add(values)
-        elif pa.types.is_string(array.type):
-            digest.update(json.dumps(array.to_pylist()).encode())
-        else:
-            digest.update(str(array.type).encode())
-            digest.update(array.to_numpy(zero_copy_only=False).tobytes())
-
-    for column in table.columns:
-        add(column.combine_chunks())
-    return digest.hexdigest()
-
-
-def _csr(table: pa.Table, name: str) -> tuple[Tensor, Tensor]:
-    """A list column as int64 offsets ``[N + 1]`` and flat values."""
-    offsets, values = _list_parts(table[name].combine_chunks())
-    return torch.from_numpy(offsets.astype(np.int64)), torch.from_numpy(values.to_numpy().copy())
-
-
-def _dense(table: pa.Table, name: str) -> Tensor:
-    offsets, values = _csr(table, name)
-    return values.view(len(offsets) - 1, -1)
-
-
-def _rounds(table: pa.Table, candidates: int) -> tuple[Tensor, Tensor]:
-    """Sums and counts of the acceptance lengths, int64 ``[N, K]`` each."""
-    _, per_candidate = _list_parts(table["acceptance_lengths"].combine_chunks())
-    offsets, lengths = _list_parts(per_candidate)
-    total = np.concatenate([[0], np.cumsum(lengths.to_numpy(), dtype=np.int64)])
-    sums, counts = total[offsets[1:]] - total[offsets[:-1]], np.diff(offsets)
-    return (
-        torch.from_numpy(sums).view(-1, candidates),
-        torch.from_numpy(counts.astype(np.int64)).view(-1, candidates),
-    )

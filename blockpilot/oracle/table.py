@@ -7,8 +7,10 @@ Shapes: N prompts, K candidate block sizes, V vocabulary, D hidden size, Z store
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,7 +56,7 @@ class Distributions:
     offsets: Tensor
     """int64 ``[N + 1]``."""
     token_ids: Tensor
-    """int64 ``[Z]``."""
+    """int32 (from a cache) or int64 ``[Z]``."""
     probs: Tensor
     """float32 ``[Z]``."""
     vocab_size: int
@@ -157,6 +159,8 @@ def concatenate(tables: Sequence[LabelTable]) -> LabelTable:
         UserError: candidates differ, or only some tables hold ``logits`` or ``hidden``.
     """
     first = tables[0]
+    if len(tables) == 1:
+        return first
     for table in tables[1:]:
         if table.block_sizes != first.block_sizes:
             raise UserError(f"tables differ in block_sizes: {list(first.block_sizes)} and {list(table.block_sizes)}")
@@ -182,3 +186,58 @@ def concatenate(tables: Sequence[LabelTable]) -> LabelTable:
         ),
         **joined,
     )
+
+
+def gather(parts: Iterable[LabelTable], rows: int, tokens: int, entries: int) -> LabelTable:
+    """Parts that come one at a time, as one table: the result and one part are held, never everything twice.
+
+    Args:
+        parts: at least one; all of the same candidates, vocabulary and columns.
+        rows, tokens, entries: at most so many prompts, prompt tokens, and stored entries of distributions in all.
+    """
+    flat = {"prompts.token_ids": tokens, "distributions.token_ids": entries, "distributions.probs": entries}
+    flat |= dict.fromkeys(("prompt_keys", "committed_tokens", "rounds", "logits", "hidden"), rows)
+    columns = {name: _Column(most) for name, most in flat.items()}
+    lists: dict[str, list[Tensor]] = {"prompts.offsets": [], "distributions.offsets": []}
+    prompt_ids: list[str] = []
+    datasets: list[str] = []
+    last: LabelTable | None = None
+    for last in parts:
+        prompt_ids += last.prompt_ids
+        datasets += last.datasets
+        for name, values in lists.items():
+            values.append(attrgetter(name)(last))
+        for name, column in columns.items():
+            column.append(attrgetter(name)(last))
+    assert last is not None, "nothing to gather"
+    done: dict[str, Any] = {name: column.values for name, column in columns.items()}
+    ids, probs = done.pop("distributions.token_ids"), done.pop("distributions.probs")
+    offsets = {name: _csr_join(values) for name, values in lists.items()}
+    return replace(
+        last,
+        prompt_ids=tuple(prompt_ids),
+        datasets=tuple(datasets),
+        prompts=TokenLists(offsets["prompts.offsets"], done.pop("prompts.token_ids")),
+        distributions=Distributions(offsets["distributions.offsets"], ids, probs, last.distributions.vocab_size),
+        **done,
+    )
+
+
+class _Column:
+    """A tensor that grows up to a size known in advance; memory behind its end is never touched, so never taken."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._used = most, 0
+        self._all: Tensor | None = None
+
+    def append(self, part: Tensor | None) -> None:
+        if part is None:
+            return
+        if self._all is None:
+            self._all = torch.empty(self._most, *part.shape[1:], dtype=part.dtype)
+        self._all[self._used : self._used + len(part)] = part
+        self._used += len(part)
+
+    @property
+    def values(self) -> Tensor | None:
+        return None if self._all is None else self._all[: self._used]

@@ -20,9 +20,13 @@ def _sparse(num_rows: int, vocab_size: int) -> Features:
     return Features(rows.probs, rows.offsets, rows.token_ids)
 
 
-def test_sparse_linear_equals_linear_on_dense_rows_with_gradients() -> None:
+@pytest.mark.parametrize("ids", [torch.int64, torch.int32])  # live ones, and those of a cache
+@pytest.mark.parametrize("rows", [6, 1])
+def test_sparse_linear_equals_linear_on_dense_rows_with_gradients(ids: torch.dtype, rows: int) -> None:
     torch.manual_seed(0)
-    features = _sparse(6, 30)
+    features = _sparse(rows, 30)
+    assert features.token_ids is not None
+    features = Features(features.values, features.offsets, features.token_ids.to(ids))
     sparse, dense = SparseLinear(30, 8), nn.Linear(30, 8)
     dense.load_state_dict({"weight": sparse.weight.T, "bias": sparse.bias})
     out, expected = sparse(features), dense(features.dense(30))

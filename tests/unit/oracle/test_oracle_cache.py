@@ -7,14 +7,18 @@ import json
 import logging
 import math
 import os
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from blockpilot.errors import UserError
-from blockpilot.oracle import CacheKey, CacheRow, LabelCache
+from blockpilot.oracle import CacheKey, CacheRow, LabelCache, LabelTable, concatenate
 
 PAIR = {"target": "sha256:t", "drafter": "sha256:d", "dtype": "float32", "thinking": "false"}
 
@@ -42,6 +46,18 @@ def row(index: int, **changes: Any) -> CacheRow:
 def write(cache: LabelCache, shard: int, rows: list[CacheRow] | None = None, skipped: int = 0) -> None:
     rows = [row(i) for i in cache.rows_of(shard)] if rows is None else rows
     cache.write(shard, rows, skipped=skipped, seconds=1.5, device="cpu")
+
+
+def assert_equal(one: LabelTable, other: LabelTable) -> None:
+    assert (one.prompt_ids, one.datasets, one.block_sizes) == (other.prompt_ids, other.datasets, other.block_sizes)
+    assert one.distributions.vocab_size == other.distributions.vocab_size
+    tensors = ["prompt_keys", "committed_tokens", "rounds", "logits", "hidden", "prompts.offsets", "prompts.token_ids"]
+    for name in [*tensors, *(f"distributions.{part}" for part in ("offsets", "token_ids", "probs"))]:
+        left, right = (attrgetter(name)(table) for table in (one, other))
+        if left is None or right is None:
+            assert left is right, name
+        else:
+            assert left.dtype == right.dtype and torch.equal(left, right), name
 
 
 def full(folder: Path, rows: int = 7, shard_size: int = 3, **changes: Any) -> LabelCache:
@@ -272,7 +288,7 @@ def test_shards_behind_a_lost_manifest(tmp_path: Path, caplog: pytest.LogCapture
 
 def test_no_flipped_bit_changes_a_row_unseen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache = full(tmp_path / "cache", rows=3, shard_size=3)
-    good, table, seconds = cache.path(0).read_bytes(), cache.read(), 1.5
+    good, table, loaded, seconds = cache.path(0).read_bytes(), cache.read(), cache.load(), 1.5
     footer = len(good) - 8 - int.from_bytes(good[-8:-4], "little")
     found = 0
     for place in [*range(4, footer, 5), *range(footer, len(good) - 8, 7)]:
@@ -285,6 +301,7 @@ def test_no_flipped_bit_changes_a_row_unseen(tmp_path: Path, caplog: pytest.LogC
             assert cache.read().equals(table) and cache.skipped() == 0, place
             cache.finish()
             assert cache.manifest["provenance"]["seconds"] == seconds, place
+            assert_equal(cache.load(), loaded)
     assert found > 100
 
 
@@ -304,9 +321,100 @@ def test_a_slower_writer_of_the_same_shard_is_not_disturbed(tmp_path: Path, monk
 
 
 def test_a_shard_of_another_schema_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     cache = full(tmp_path / "cache")
     pq.write_table(pa.table({"prompt_id": ["p0"]}), cache.path(0))
     assert damaged(cache, caplog) == [0]
+
+
+# ---- reading in batches
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 6, 7, 100])
+def test_batches_are_the_whole_table_in_order(tmp_path: Path, rows: int) -> None:
+    cache = LabelCache(tmp_path / "cache", key(store_hidden=True), 7, 3)
+    for shard in range(3):
+        write(cache, shard, [row(i, hidden=[float(i), 0.5]) for i in cache.rows_of(shard)])
+    batches = list(cache.batches(rows))
+    assert [len(batch) for batch in batches] == [min(rows, 7 - start) for start in range(0, 7, rows)]
+    assert_equal(concatenate(batches), cache.load())
+    assert cache.load().distributions.token_ids.dtype == torch.int32
+    batches[0].distributions.probs.zero_()  # a batch's memory is its own
+    assert_equal(concatenate(list(cache.batches(rows))), cache.load())
+
+
+def test_a_shard_larger_than_a_row_group_reads_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = full(tmp_path / "whole", rows=7, shard_size=7)
+    monkeypatch.setattr("blockpilot.oracle.shards.ROW_GROUP_BYTES", 300)
+    parts = full(tmp_path / "parts", rows=7, shard_size=7)
+    assert pq.read_metadata(parts.path(0)).num_row_groups > 2 > pq.read_metadata(whole.path(0)).num_row_groups
+    assert parts.missing() == [] and parts.read().equals(whole.read())
+    assert_equal(parts.load(), whole.load())
+    assert [len(batch) for batch in parts.batches(4)] == [4, 3]
+    assert_equal(concatenate(list(parts.batches(4))), whole.load())
+
+
+def test_batches_of_nothing(tmp_path: Path) -> None:
+    cache = LabelCache(tmp_path / "cache", key(), 3, 2)
+    write(cache, 0, [], skipped=2)
+    with pytest.raises(UserError, match=r"lacks 1 of 2 shards"):
+        cache.batches(4)
+    write(cache, 1, [], skipped=1)
+    assert list(cache.batches(4)) == []
+    with pytest.raises(UserError, match=r"rows=0 .* expected 1 or more"):
+        cache.batches(0)
+
+
+def test_reading_a_damaged_shard_names_it(tmp_path: Path) -> None:
+    whole = full(tmp_path / "cache")
+    assert whole.missing() == []  # so that what comes next is found by reading
+    whole.path(1).write_bytes(whole.path(1).read_bytes()[:-9])
+    cut = LabelCache(whole.folder, key(), 7, 3)
+    for cache, reason in ((whole, r"\.parquet cannot be read .*collect rebuilds it"), (cut, ".*collect makes them")):
+        for read in (cache.read, cache.load, lambda cache=cache: list(cache.batches(2))):
+            with pytest.raises(UserError, match=f"shard-00001-of-00003{reason}"):
+                read()
+
+
+def test_the_wide_columns_are_not_stored_as_they_stand(tmp_path: Path) -> None:
+    """Bytes of a row of 2,000 shuffled tokens with falling probabilities: 8 per token as numbers, about 5 stored."""
+    cache, generator = LabelCache(tmp_path / "cache", key(vocab_size=49_152), 64, 64), torch.Generator().manual_seed(0)
+    rows = []
+    for i in range(64):
+        probs = (2.5 * torch.randn(2000, generator=generator)).softmax(0).sort(descending=True).values
+        ids = torch.randperm(49_152, generator=generator)[:2000]
+        rows.append(row(i, distribution_ids=ids.tolist(), distribution_probs=probs.tolist()))
+    write(cache, 0, rows)
+    assert cache.path(0).stat().st_size / (64 * 2000) < 5.5
+    assert cache.load().distributions.token_ids.tolist() == [token for one in rows for token in one.distribution_ids]
+
+
+# ---- numbers that do not fit
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"acceptance_lengths": [[2], [2**15], [3]]}, "acceptance_lengths holds 32768, .* from -32768 to 32767"),
+        ({"distribution_ids": [1, 2**31]}, "distribution_ids holds 2147483648, .* to 2147483647"),
+        ({"distribution_ids": np.array([1, 2**31])}, "distribution_ids holds 2147483648"),
+        ({"prompt_tokens": [-(2**40)]}, "prompt_tokens holds -1099511627776"),
+        ({"output_tokens": [2**63]}, "output_tokens holds 9223372036854775808"),
+        ({"acceptance_table": [1, 2**15]}, "acceptance_table holds 32768"),
+        ({"prompt_key": 2**63}, "prompt_key holds"),
+    ],
+)
+def test_a_number_that_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    cache = LabelCache(tmp_path / "cache", key(), 2, 2)
+    with pytest.raises(UserError, match=rf"prompt 'p1' cannot be stored: {words}") as caught:
+        write(cache, 0, [row(0), row(1, **changes)])
+    assert "\n" not in str(caught.value)
+    assert cache.missing() == [0] and [path.name for path in cache.folder.iterdir()] == ["manifest.json"]
+
+
+def test_arrays_are_stored_as_lists_are(tmp_path: Path) -> None:
+    plain, arrays = LabelCache(tmp_path / "plain", key(), 1, 1), LabelCache(tmp_path / "arrays", key(), 1, 1)
+    one = row(2)
+    write(plain, 0, [one])
+    names = ("prompt_tokens", "output_tokens", "distribution_ids", "distribution_probs")
+    write(arrays, 0, [dataclasses.replace(one, **{name: np.array(getattr(one, name)) for name in names})])
+    assert plain.read().equals(arrays.read())
