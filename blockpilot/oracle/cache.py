@@ -17,26 +17,16 @@ import pyarrow as pa
 from blockpilot.errors import UserError
 from blockpilot.oracle.files import remove_leftovers, write_whole
 from blockpilot.oracle.manifest import (
+    MANIFEST,
     SCHEMA_VERSION,
     CacheKey,
-    create_manifest,
     prompts_digest,
     read_key,
     read_manifest,
-    replace_manifest,
     require_same,
+    write_manifest,
 )
-from blockpilot.oracle.shards import (
-    SCHEMA,
-    CacheRow,
-    DamagedShard,
-    in_batches,
-    read_checked,
-    row_groups,
-    sizes,
-    table_of,
-    write_table,
-)
+from blockpilot.oracle.shards import SCHEMA, CacheRow, DamagedShard, Shard, in_batches, table_of, write_table
 from blockpilot.oracle.table import LabelTable, gather
 from blockpilot.oracle.tensors import COLUMNS, labels_of
 
@@ -64,9 +54,16 @@ class LabelCache:
         self, folder: Path, key: CacheKey, num_rows: int, shard_size: int, provenance: Mapping[str, str] | None = None
     ) -> None:
         self.folder, self.key = folder, key
-        facts = dict(provenance or {})
-        content = {"key": key.fields(), "num_rows": num_rows, "shard_size": shard_size, "provenance": facts}
-        create_manifest(folder, content)
+        try:
+            new = not (folder / MANIFEST).exists()
+            if new:
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cache_dir: {folder} cannot be made: {error.strerror}") from None
+        if new:
+            facts = dict(provenance or {})
+            content = {"key": key.fields(), "num_rows": num_rows, "shard_size": shard_size, "provenance": facts}
+            write_manifest(folder, content, keep_existing=True)
         self.manifest = read_manifest(folder, key.schema_version)
         there, wanted = self.manifest["key"], key.fields()
         require_same(folder, there | {"num_rows": self.manifest["num_rows"]}, wanted | {"num_rows": num_rows})
@@ -105,14 +102,26 @@ class LabelCache:
         if shard in self._verified or not path.exists():
             return shard in self._verified
         try:
-            _, self._verified[shard] = read_checked(path, self.place(shard))
+            opened = self.open_shard(shard)
+            opened.check()
         except DamagedShard as error:
             log.warning("shard %s is damaged (%s) and will be rebuilt", path.name, error)
             return False
+        self._verified[shard] = opened.info
         return True
 
-    def place(self, shard: int) -> dict[str, Any]:
-        """What a shard must say of itself."""
+    def open_shard(self, shard: int, content: bytes | None = None) -> Shard:
+        """The file of a shard, or ``content`` as if it were in it; that its rows are right is not checked yet.
+
+        Raises:
+            DamagedShard: it cannot be read, or is of another place or cache.
+            UserError: the system does not let it be read.
+        """
+        source = self.path(shard) if content is None else content
+        return Shard(source, self._place(shard), trusted=content is None and shard in self._verified)
+
+    def _place(self, shard: int) -> dict[str, Any]:
+        """What a shard must say of itself: files get copied, and a lost manifest may come back with another size."""
         rows = self.rows_of(shard)
         return {"key": self.key.digest(), "shard": shard, "rows": [rows.start, rows.stop]}
 
@@ -124,11 +133,15 @@ class LabelCache:
                 are as they were.
         """
         table = table_of(rows)
-        info = {**self.place(shard), "skipped": skipped, "seconds": seconds, "device": device}
+        info = self._place(shard) | {"skipped": skipped, "seconds": seconds, "device": device}
         self.put(shard, lambda file: write_table(table, file, info))
 
     def put(self, shard: int, write: Callable[[BinaryIO], object]) -> None:
-        """Lets ``write`` make the file of a shard; see :meth:`write`."""
+        """Lets ``write`` make the file of a shard beside its place, flushes it to disk, then renames it into place.
+
+        Raises:
+            UserError: it cannot be written.
+        """
         self._verified.pop(shard, None)
         write_whole(self.path(shard), write)
 
@@ -144,7 +157,7 @@ class LabelCache:
         provenance = {**self.manifest["provenance"], "seconds": seconds}
         content: dict[str, Any] = {**self.manifest, "provenance": provenance, "skipped_too_long": self.skipped()}
         if content != self.manifest:
-            replace_manifest(self.folder, content)
+            write_manifest(self.folder, content)
             self.manifest = content
         remove_leftovers(self.folder)
 
@@ -163,20 +176,22 @@ class LabelCache:
         Raises:
             UserError: shards are missing or damaged.
         """
+        self._require(self.missing())
         return pa.concat_tables([SCHEMA.empty_table(), *self._row_groups()])
 
     def batches(self, rows: int) -> Iterator[LabelTable]:
         """All rows as tensors, ``rows`` at a time (fewer in the last batch); a row group and a batch are held at once.
 
-        Files are memory-mapped, and no Python runs per row of a wide column.
+        Files are memory-mapped, and no Python runs per row of a wide column. A damaged shard is told when its turn
+        comes.
 
         Raises:
             UserError: ``rows`` is below 1, or shards are missing or damaged.
         """
         if rows < 1:
             raise UserError(f"rows={rows!r} of a batch is not allowed; expected 1 or more")
-        tables = in_batches(self._row_groups(self._label_columns), rows)
-        return map(self._labels, tables)
+        self._require([shard for shard in range(self.num_shards) if not self.path(shard).exists()])
+        return map(self._labels, in_batches(self._row_groups(self._label_columns), rows))
 
     def load(self) -> LabelTable:
         """All rows as tensors; each number is held once.
@@ -184,9 +199,9 @@ class LabelCache:
         Raises:
             UserError: shards are missing or damaged, or no row is left.
         """
-        self._require_all()
-        each = [sizes(self.path(shard)) for shard in range(self.num_shards)]
-        rows, tokens, entries = (sum(column) for column in zip(*each, strict=True)) if each else (0, 0, 0)
+        self._require(self.missing())
+        sizes = [self.open_shard(shard).sizes.tolist() for shard in range(self.num_shards)]
+        rows, tokens, entries = map(sum, zip(*sizes, strict=True)) if sizes else (0, 0, 0)
         if rows == 0:
             raise UserError(f"cache {self.folder} holds no prompt: {self.skipped()} were longer than the model allows")
         return gather(map(self._labels, self._row_groups(self._label_columns)), rows, tokens, entries)
@@ -204,13 +219,29 @@ class LabelCache:
         return labels_of(table, self.key.block_sizes, self.key.vocab_size, self._dense)
 
     def _row_groups(self, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-        self._require_all()
-        return (table for shard in range(self.num_shards) for table in row_groups(self.path(shard), columns))
+        for shard in range(self.num_shards):
+            try:
+                yield from self._row_groups_of(shard, columns)
+            except DamagedShard as error:
+                raise UserError(
+                    f"shard {self.path(shard)} is damaged ({error}); python -m blockpilot.collect rebuilds it"
+                ) from None
 
-    def _require_all(self) -> None:
-        missing = [self.path(shard).name for shard in self.missing()]
+    def _row_groups_of(self, shard: int, columns: Sequence[str] | None) -> Iterator[pa.Table]:
+        """Never rows that were not compared with the digest, by this or by an earlier reading of this object."""
+        opened = self.open_shard(shard)
+        if shard in self._verified or opened.num_row_groups > 1:
+            if shard not in self._verified:
+                opened.check()
+            tables = opened.row_groups(columns)
+        else:  # small enough to be held until it is checked, so it is read only once
+            tables = (table if columns is None else table.select(columns) for table in list(opened.checked()))
+        self._verified[shard] = opened.info
+        yield from tables
+
+    def _require(self, missing: Sequence[int]) -> None:
         if missing:
             raise UserError(
-                f"cache {self.folder} lacks {len(missing)} of {self.num_shards} shards, such as {missing[0]}; "
-                "python -m blockpilot.collect makes them"
+                f"cache {self.folder} lacks {len(missing)} of {self.num_shards} shards, such as "
+                f"{self.path(missing[0]).name}"
             )

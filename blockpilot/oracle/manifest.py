@@ -81,10 +81,6 @@ class CacheKey:
         return root / f"{pair_name}-{_digest(settings)[:12]}" / f"{source}-{self.prompts[:12]}"
 
 
-def _digest(content: object) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
 def prompts_digest(rows: Iterable[object]) -> str:
     """Digest of prompt rows (dataclasses), in order."""
     digest = hashlib.sha256()
@@ -111,7 +107,7 @@ def read_manifest(folder: Path, schema_version: int = SCHEMA_VERSION) -> dict[st
     except OSError as error:
         raise UserError(f"cache_dir: cache manifest {path} cannot be read: {error.strerror}") from None
     except (ValueError, LookupError, TypeError) as error:
-        raise unreadable(folder, error) from None
+        raise _damaged(path, error) from None
     raise UserError(
         f"cache {folder} has schema_version={version!r}, this version of blockpilot reads and writes "
         f"schema_version={schema_version!r}; collect again (that goes to another folder) and remove this one"
@@ -133,18 +129,18 @@ def read_key(folder: Path) -> CacheKey:
     Raises:
         UserError: as :func:`read_manifest`.
     """
+    fields = read_manifest(folder)["key"]
     try:
-        return CacheKey.from_fields(read_manifest(folder)["key"])
+        return CacheKey.from_fields(fields)
     except ValueError as error:
-        raise error if isinstance(error, UserError) else unreadable(folder, error) from None
+        raise _damaged(folder / MANIFEST, error) from None
 
 
-def unreadable(folder: Path, error: Exception) -> UserError:
-    """What to say of a manifest that cannot be read."""
-    reason = f"it lacks {error}" if isinstance(error, KeyError) else error
+def _damaged(path: Path, error: Exception) -> UserError:
+    reason = f"{error} is missing" if isinstance(error, KeyError) else error
     return UserError(
-        f"cache manifest {folder / MANIFEST} cannot be read ({reason}); remove this file alone, and the same command "
-        "with the same collect.shard_size makes it anew and keeps the shards beside it"
+        f"cache manifest {path} cannot be read ({reason}); remove this file alone, and the same command with the "
+        "same collect.shard_size makes it anew and keeps the shards beside it"
     )
 
 
@@ -163,30 +159,15 @@ def require_same(folder: Path, there: Mapping[str, Any], wanted: Mapping[str, An
         )
 
 
-def create_manifest(folder: Path, content: Mapping[str, Any]) -> None:
-    """Writes a manifest, and makes its folder, unless it is there or another writer is faster.
-
-    Raises:
-        UserError: the folder cannot be made or written.
-    """
-    path = folder / MANIFEST
-    try:
-        if path.exists():
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cache_dir: {folder} cannot be made: {error.strerror}") from None
-    write_whole(path, lambda file: file.write(_json(content)), keep_existing=True)
-
-
-def replace_manifest(folder: Path, content: Mapping[str, Any]) -> None:
-    """Writes another manifest over the one that is there.
+def write_manifest(folder: Path, content: Mapping[str, Any], *, keep_existing: bool = False) -> None:
+    """Writes a manifest; with ``keep_existing`` one that is there by then stays.
 
     Raises:
         UserError: it cannot be written.
     """
-    write_whole(folder / MANIFEST, lambda file: file.write(_json(content)))
+    text = json.dumps(content, indent=2).encode()
+    write_whole(folder / MANIFEST, lambda file: file.write(text), keep_existing=keep_existing)
 
 
-def _json(content: Mapping[str, Any]) -> bytes:
-    return json.dumps(content, indent=2).encode()
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -133,38 +133,59 @@ def _refuse_what_does_not_fit(row: CacheRow, field: pa.Field) -> None:
             )
 
 
-def write_table(table: pa.Table, file: IO[bytes], info: Mapping[str, Any]) -> None:
-    """Writes a shard with the digest of its rows.
+def write_table(table: pa.Table, file: BinaryIO, info: Mapping[str, Any]) -> None:
+    """Writes a shard, and in its footer what it says of itself and a digest of that and of its rows.
 
     Args:
         table: all rows, of ``SCHEMA``.
         file: open for writing.
-        info: what the shard says of itself, plain values: its place, ``skipped``, ``seconds`` and ``device``.
+        info: plain values.
     """
-    stored = json.dumps({**info, "content": content_digest(table, info)}).encode()
+    digest = ContentDigest(info)
+    digest.add(table)
+    stored = json.dumps({**info, "content": digest.value()}).encode()
     rows = max(1, ROW_GROUP_BYTES * table.num_rows // max(1, table.nbytes))
     pq.write_table(table.replace_schema_metadata({_INFO: stored}), file, row_group_size=rows, **PARQUET_OPTIONS)
 
 
-def content_digest(table: pa.Table, info: Mapping[str, Any]) -> str:
-    """Digest of info, names and values: page checksums do not cover the headers and the footer of a Parquet file."""
-    digest = hashlib.sha256(json.dumps([info, table.column_names], sort_keys=True).encode())
+class ContentDigest:
+    """Digest of ``info`` and of rows, the same in whatever groups they come.
 
-    def add(array: pa.Array) -> None:
-        digest.update(f"{len(array)} {array.null_count}".encode())
+    Page checksums do not cover the headers and the footer of a Parquet file. Lengths of lists, numbers and missing
+    values of a column are streams of their own.
+    """
+
+    def __init__(self, info: Mapping[str, Any]) -> None:
+        self._info = dict(info)
+        self._streams: dict[str, Any] = {}
+
+    def add(self, table: pa.Table) -> None:
+        """Further rows."""
+        for name in table.column_names if table.num_rows else ():
+            array = table[name].combine_chunks()
+            self._update(f"{name} missing", array.is_null().to_numpy(zero_copy_only=False))
+            self._add(name, array)
+
+    def _add(self, name: str, array: pa.Array) -> None:
         if pa.types.is_large_list(array.type):
             offsets, values = list_parts(array)
-            digest.update(offsets.data)
-            add(values)
+            self._update(f"{name} lengths", np.diff(offsets))
+            self._add(f"{name} element", values)
         elif pa.types.is_string(array.type):
-            digest.update(json.dumps(array.to_pylist()).encode())
+            _, starts, letters = array.buffers()
+            offsets = np.frombuffer(starts, np.int32)[array.offset : array.offset + len(array) + 1]
+            self._update(f"{name} lengths", np.diff(offsets))
+            self._update(name, np.frombuffer(letters or b"", np.uint8)[offsets[0] : offsets[-1]])
         else:
-            digest.update(str(array.type).encode())
-            digest.update(np.ascontiguousarray(array.to_numpy(zero_copy_only=False)).data)
+            self._update(f"{name} {array.type}", array.to_numpy(zero_copy_only=False))
 
-    for column in table.columns:
-        add(column.combine_chunks())
-    return digest.hexdigest()
+    def _update(self, stream: str, values: np.ndarray) -> None:
+        self._streams.setdefault(stream, hashlib.sha256()).update(np.ascontiguousarray(values).data)
+
+    def value(self) -> str:
+        """Of all that was added so far."""
+        streams = {name: stream.hexdigest() for name, stream in self._streams.items()}
+        return hashlib.sha256(json.dumps([self._info, streams], sort_keys=True).encode()).hexdigest()
 
 
 # --- a file to rows
@@ -175,90 +196,97 @@ _LET_GO: int | None = getattr(mmap, "MADV_DONTNEED", None)
 """Advice that gives back mapped pages that were read; without it (not on Linux) they stay until the file is closed."""
 
 
-def read_checked(source: Path | bytes, place: Mapping[str, Any]) -> tuple[pa.Table, dict[str, Any]]:
-    """All rows of a shard and what it says of itself, after comparing every value with its digest.
+class Shard:
+    """The file of a shard, memory-mapped. Whatever reads it says first that it is damaged.
 
     Args:
         source: the file, or what is in it.
-        place: what it must say of itself: files get copied, and a lost manifest may come back with another size.
+        place: what the shard must say of itself.
+        trusted: whether it was checked before; its pages are then not compared with their checksums again.
 
     Raises:
-        DamagedShard: it cannot be read, or holds something else.
+        DamagedShard: it cannot be read, or is of another place.
         UserError: the system does not let it be read, which says nothing of its content.
     """
-    try:
-        # the reader of row_groups(): another one may be content with a footer that this one cannot read
-        file = source if isinstance(source, Path) else pa.BufferReader(source)
-        with pq.ParquetFile(file, memory_map=True, page_checksum_verification=True) as opened:
-            table, bounds = opened.read(), _sizes(opened.metadata)
-        info = json.loads(table.schema.metadata[_INFO])
-        if info.pop("content") != content_digest(table, info):
-            raise ValueError("its rows are not those that were written there")
-        if any(info[name] != value for name, value in place.items()):
-            raise ValueError("it is of another place or another cache")
-        _check_sizes(table, bounds)
-        return _of_schema(table), info
-    except _UNREADABLE as error:
-        number = getattr(error, "errno", None)
-        if number not in (None, errno.ENOENT):  # the system's word, not the content's
-            raise UserError(f"cache_dir: {source} cannot be read: {os.strerror(number)}") from None
-        raise DamagedShard((str(error).splitlines() or [""])[0]) from None
+
+    def __init__(self, source: Path | bytes, place: Mapping[str, Any], *, trusted: bool = False) -> None:
+        self._source = source
+        with self._telling():
+            self._data: Any = source
+            if isinstance(source, Path):
+                with source.open("rb") as file:
+                    self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            buffer = pa.BufferReader(pa.py_buffer(self._data))
+            self._file = pq.ParquetFile(buffer, page_checksum_verification=not trusted)
+            self.info: dict[str, Any] = json.loads(self._file.schema_arrow.metadata[_INFO])
+            """What it says of itself."""
+            self._content = self.info.pop("content")
+            self.sizes = _sizes(self._file.metadata)
+            """Rows, and at most so many prompt tokens and entries of distributions, by the footer."""
+            if any(self.info[name] != value for name, value in place.items()):
+                raise DamagedShard("it is of another place or another cache")
+
+    @property
+    def num_row_groups(self) -> int:
+        """Parts that :meth:`row_groups` reads one at a time."""
+        return self._file.num_row_groups
+
+    def row_groups(self, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+        """Its rows, a row group at a time; values are not compared with the digest.
+
+        Args:
+            columns: names of those to read; None reads all.
+        """
+        for group in range(self.num_row_groups):
+            with self._telling():
+                table = _of_schema(self._file.read_row_group(group, columns), columns)
+            if table.num_rows:
+                yield table
+            if _LET_GO is not None and isinstance(self._data, mmap.mmap):
+                self._data.madvise(_LET_GO)
+
+    def checked(self) -> Iterator[pa.Table]:
+        """Its rows, a row group at a time; ends with :class:`DamagedShard` if they are not those that were written."""
+        digest, seen = ContentDigest(self.info), np.zeros(3, dtype=np.int64)
+        for table in self.row_groups():
+            with self._telling():
+                digest.add(table)
+                seen += _true_sizes(table)
+            yield table
+        beyond = self.sizes - seen  # an empty list counts as one number
+        if digest.value() != self._content or beyond[0] != 0 or (beyond < 0).any() or (beyond > seen[0]).any():
+            raise DamagedShard("its rows are not those that were written there")
+
+    def check(self) -> None:
+        """Raises :class:`DamagedShard` unless every value is the one that was written."""
+        for _ in self.checked():
+            pass
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        except (DamagedShard, UserError):
+            raise
+        except _UNREADABLE as error:
+            number = getattr(error, "errno", None)
+            if number not in (None, errno.ENOENT):  # the system's word, not the content's
+                raise UserError(f"cache_dir: {self._source} cannot be read: {os.strerror(number)}") from None
+            raise DamagedShard((str(error).splitlines() or [""])[0]) from None
 
 
-def row_groups(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-    """The rows of a shard, memory-mapped, a row group at a time; values are not compared with their digest.
-
-    Args:
-        path: the file.
-        columns: names of those to read; None reads all.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    with _or_user_error(path), path.open("rb") as opened:
-        mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-        with pq.ParquetFile(pa.BufferReader(pa.py_buffer(mapped))) as file:
-            for group in range(file.num_row_groups):
-                table = _of_schema(file.read_row_group(group, columns), columns)
-                if table.num_rows:
-                    yield table
-                if _LET_GO is not None:
-                    mapped.madvise(_LET_GO)
+_COUNTED = ("prompt_id", "prompt_tokens", "distribution_ids")
 
 
-@contextmanager
-def _or_user_error(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except _UNREADABLE as error:
-        reason = (str(error).splitlines() or [""])[0]
-        raise UserError(f"shard {path} cannot be read ({reason}); python -m blockpilot.collect rebuilds it") from None
-
-
-def sizes(path: Path) -> tuple[int, int, int]:
-    """Rows, and at most so many prompt tokens and entries of distributions, by a shard's footer.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    with _or_user_error(path):
-        return _sizes(pq.read_metadata(path))
-
-
-def _sizes(metadata: pq.FileMetaData) -> tuple[int, int, int]:
+def _sizes(metadata: pq.FileMetaData) -> np.ndarray:
     groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
-    # every column has one leaf, so leaves are counted as columns are; an empty list counts as one number
-    places = [SCHEMA.get_field_index(name) for name in ("prompt_id", "prompt_tokens", "distribution_ids")]
-    rows, tokens, entries = (sum(group.column(place).num_values for group in groups) for place in places)
-    return rows, tokens, entries
+    # every column has one leaf, so leaves are counted as columns are
+    places = [SCHEMA.get_field_index(name) for name in _COUNTED]
+    return np.array([sum(group.column(place).num_values for group in groups) for place in places], dtype=np.int64)
 
 
-def _check_sizes(table: pa.Table, bounds: tuple[int, int, int]) -> None:
-    names = ("prompt_tokens", "distribution_ids")
-    true = [len(list_parts(table[name].combine_chunks())[1]) if table.num_rows else 0 for name in names]
-    fine = bounds[0] == table.num_rows
-    if not (fine and all(0 <= bound - n <= table.num_rows for n, bound in zip(true, bounds[1:], strict=True))):
-        raise ValueError("its footer counts other rows than it holds")
+def _true_sizes(table: pa.Table) -> list[int]:
+    return [table.num_rows, *(len(list_parts(table[name].combine_chunks())[1]) for name in _COUNTED[1:])]
 
 
 def in_batches(tables: Iterable[pa.Table], rows: int) -> Iterator[pa.Table]:

@@ -19,6 +19,7 @@ import torch
 
 from blockpilot.errors import UserError
 from blockpilot.oracle import CacheKey, CacheRow, LabelCache, LabelTable, concatenate
+from blockpilot.oracle.shards import ContentDigest, table_of
 
 PAIR = {"target": "sha256:t", "drafter": "sha256:d", "dtype": "float32", "thinking": "false"}
 
@@ -299,9 +300,9 @@ def test_no_flipped_bit_changes_a_row_unseen(tmp_path: Path, caplog: pytest.LogC
             found += 1
         else:  # it hit something that no row hangs on, such as a statistic
             assert cache.read().equals(table) and cache.skipped() == 0, place
+            assert_equal(cache.load(), loaded)
             cache.finish()
             assert cache.manifest["provenance"]["seconds"] == seconds, place
-            assert_equal(cache.load(), loaded)
     assert found > 100
 
 
@@ -364,15 +365,24 @@ def test_batches_of_nothing(tmp_path: Path) -> None:
         cache.batches(0)
 
 
-def test_reading_a_damaged_shard_names_it(tmp_path: Path) -> None:
-    whole = full(tmp_path / "cache")
-    assert whole.missing() == []  # so that what comes next is found by reading
-    whole.path(1).write_bytes(whole.path(1).read_bytes()[:-9])
-    cut = LabelCache(whole.folder, key(), 7, 3)
-    for cache, reason in ((whole, r"\.parquet cannot be read .*collect rebuilds it"), (cut, ".*collect makes them")):
-        for read in (cache.read, cache.load, lambda cache=cache: list(cache.batches(2))):
-            with pytest.raises(UserError, match=f"shard-00001-of-00003{reason}"):
-                read()
+@pytest.mark.parametrize("row_group_bytes", [300, 2**20])
+@pytest.mark.parametrize("damage", ["short", "flipped", "another shard"])
+def test_no_batch_of_a_damaged_shard_is_given(
+    tmp_path: Path, damage: str, row_group_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blockpilot.oracle.shards.ROW_GROUP_BYTES", row_group_bytes)
+    cache = full(tmp_path / "cache", rows=9, shard_size=3)
+    good, other = cache.path(1).read_bytes(), cache.path(2).read_bytes()
+    flipped = bytearray(good)
+    flipped[good.index(b"p4")] ^= 1  # a prompt's id
+    cache.path(1).write_bytes({"short": good[:-9], "flipped": bytes(flipped), "another shard": other}[damage])
+    given = []
+    with pytest.raises(UserError, match=r"shard-00001-of-00003\.parquet is damaged \(.*\); .*collect rebuilds it"):
+        given.extend(batch.prompt_ids for batch in LabelCache.existing(cache.folder).batches(1))
+    assert given == [("p0",), ("p1",), ("p2",)]
+    for read in (LabelCache.existing(cache.folder).read, LabelCache.existing(cache.folder).load):
+        with pytest.raises(UserError, match=r"lacks 1 of 3 shards, such as shard-00001-of-00003"):
+            read()
 
 
 def test_the_wide_columns_are_not_stored_as_they_stand(tmp_path: Path) -> None:
@@ -418,3 +428,35 @@ def test_arrays_are_stored_as_lists_are(tmp_path: Path) -> None:
     names = ("prompt_tokens", "output_tokens", "distribution_ids", "distribution_probs")
     write(arrays, 0, [dataclasses.replace(one, **{name: np.array(getattr(one, name)) for name in names})])
     assert plain.read().equals(arrays.read())
+
+
+# ---- the digest of a shard's rows
+
+
+def digest_of(rows: list[CacheRow], groups: tuple[int, ...] = (9,)) -> str:
+    table, digest, start = table_of(rows), ContentDigest({"shard": 1}), 0
+    for count in groups:
+        digest.add(table.slice(start, count))
+        start += count
+    return digest.value()
+
+
+def digest_rows() -> list[CacheRow]:
+    return [row(i, prompt_id=f"p{i}" * i, hidden=None if i % 3 else [1.0] * i) for i in range(9)]
+
+
+@pytest.mark.parametrize("groups", [(1, 8), (4, 0, 5), (2, 3, 4), (1,) * 9])
+def test_row_groups_do_not_change_the_digest(groups: tuple[int, ...]) -> None:
+    assert digest_of(digest_rows(), groups) == digest_of(digest_rows())
+
+
+@pytest.mark.parametrize("place", range(9))
+@pytest.mark.parametrize(
+    "changes",
+    [{"prompt_id": "p"}, {"seed": 1}, {"hidden": [2.0]}, {"hidden": []}, {"hidden": None}, {"dataset": ""},
+     {"acceptance_lengths": [[2], [3], [4]]}, {"acceptance_table": [1]}, {"distribution_probs": [0.25]}],
+)  # fmt: skip
+def test_whatever_changes_a_row_changes_the_digest(changes: dict[str, Any], place: int) -> None:
+    rows = digest_rows()
+    changed = dataclasses.replace(rows[place], **changes)
+    assert (digest_of([*rows[:place], changed, *rows[place + 1 :]]) == digest_of(rows)) == (changed == rows[place])
