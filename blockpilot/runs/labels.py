@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -75,7 +76,13 @@ class Labels:
         for source, cache in zip(self.sources, self.caches, strict=True):
             missing = sum(len(cache.rows_of(shard)) for shard in shards_to_fill(cache, self.config.collect))
             if missing == 0:
-                state = "complete" if not cache.missing() else "nothing left for this writer"
+                complete = not cache.missing()
+                if complete:
+                    # the run that made the last shard may have been killed before it came to this; only totals are at
+                    # stake, so a cache that may be read and not written is fine as it is
+                    with suppress(UserError):
+                        cache.finish()
+                state = "complete" if complete else "nothing left for this writer"
                 log.info("labels of %s: %s (%s)", source.name, cache.folder, state)
                 continue
             log.info("labels of %s: %s (collecting %d prompts)", source.name, cache.folder, missing)
