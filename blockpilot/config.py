@@ -558,6 +558,7 @@ def run_job(config: DictConfig, schema: type[T], run: Callable[[T, Path, str | N
     folder = Path(hydra.runtime.output_dir)
     sweep = Path(hydra.sweep.dir)
     group = "-".join(sweep.parts[-2:]) if hydra.mode == RunMode.MULTIRUN else None
+    logging.raiseExceptions = False  # a log file on a full disk must not bury the one line that says so
     try:
         typed = to_dataclass(config, schema)
         (folder / "config.yaml").write_text(to_yaml(typed), encoding="utf-8")

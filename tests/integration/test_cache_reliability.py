@@ -287,14 +287,15 @@ def test_a_damaged_manifest_is_told_and_costs_no_shard(copied: Path, whole: Path
 
 
 def test_a_limit_on_file_size_is_told(run: Run, server: ForkServerContext, copied: Path, whole: Path) -> None:
-    """As on a full disk: the system refuses the bytes of a file, here those behind its fourth kilobyte."""
+    """As on a full disk: the system refuses the bytes of a shard behind its fourth kilobyte, and all of the log's."""
     path = newest(copied)
     path.unlink()
     before = everything(copied)
     limited = "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096));" \
               "runpy.run_module('blockpilot.collect', run_name='__main__')"  # fmt: skip
-    done = run("-c", limited, *SMALL, f"cache_dir={copied}", quick=False, environment=[("OMP_NUM_THREADS", "1")])
-    assert done.code == 2 and "Traceback" not in done.output, done.output
+    done = run("-c", limited, *SMALL, f"cache_dir={copied}", "hydra.job_logging.handlers.file.filename=/dev/full",
+               quick=False, environment=[("OMP_NUM_THREADS", "1")])  # fmt: skip
+    assert done.code == 2 and "Traceback" not in done.output and "Logging error" not in done.output, done.output
     [line] = [line for line in done.output.splitlines() if line.startswith("error: ")]
     assert line.startswith(f"error: cache_dir: {path} cannot be written: File too large;")
     assert everything(copied).keys() == before.keys()
