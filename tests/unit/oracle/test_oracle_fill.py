@@ -243,6 +243,14 @@ def test_the_method_does_not(tmp_path: Path, undisturbed: LabelCache) -> None:
     assert other.key == undisturbed.key
 
 
+def test_whole_numbers_name_the_same_cache(tmp_path: Path) -> None:
+    whole = opened(
+        tmp_path, generation=replace(GENERATION, temperature=0, top_p=1), oracle=replace(ORACLE, tail_mass=0)
+    )
+    generation = replace(GENERATION, temperature=0.0, top_p=1.0)
+    assert opened(tmp_path, generation=generation, oracle=replace(ORACLE, tail_mass=0.0)).folder == whole.folder
+
+
 # ---- writers, kills, damage
 
 
