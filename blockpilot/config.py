@@ -174,6 +174,9 @@ class OracleConfig:
     """Candidates by hand, such as [8,16,24] or [2,...,32] (all from 2 to 32); null takes them from radius."""
     per_round: bool = False
     """Also store what every candidate would commit at every position: the bound of policies that decide each round."""
+    latency_profile: str | None = "auto"
+    """Costs of a round for that bound: auto (the stored profile of this device and model, if there is one), the file of
+    a profile, or null (rounds are counted only)."""
     max_batch_tokens: int | None = None
     """Most positions held, and most tokens drafted, at once; null starts high and halves where memory runs out."""
     tail_mass: float = 1e-3

@@ -20,7 +20,15 @@ from blockpilot.metrics.formulas import (
     tau_per_prompt,
 )
 from blockpilot.metrics.summary import DecodedPrompt, Interval, PolicySummary, RoundCosts, summarize
-from blockpilot.metrics.sweep import Estimate, FixedSize, OracleGain, SweepSummary, summarize_sweep
+from blockpilot.metrics.sweep import (
+    Estimate,
+    FixedSize,
+    OracleGain,
+    SequenceBound,
+    SweepSummary,
+    summarize_bound,
+    summarize_sweep,
+)
 
 __all__ = [
     "DecodedPrompt",
@@ -30,6 +38,7 @@ __all__ = [
     "OracleGain",
     "PolicySummary",
     "RoundCosts",
+    "SequenceBound",
     "SweepSummary",
     "best_choice",
     "best_fixed",
@@ -43,6 +52,7 @@ __all__ = [
     "speed_utility",
     "speedup",
     "summarize",
+    "summarize_bound",
     "summarize_sweep",
     "tau_per_prompt",
 ]

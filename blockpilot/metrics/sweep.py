@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -144,6 +145,44 @@ def summarize_sweep(
             OracleGain(own, k, means.estimate(own), means.gain(own), *_ties(of_sets[own])) for own, k in sets.items()
         ),
         choice=None if scored is None else scored.summary(means),
+    )
+
+
+@dataclass(frozen=True)
+class SequenceBound:
+    """The best block size of every round: what no policy that decides again each round can exceed."""
+
+    num_prompts: int
+    utility: Estimate
+    """Mean over prompts: tokens per round (tau), or per second."""
+    gain_over_always: Estimate | None
+    """Relative gain over always-B, prompts paired; None where B has no labels."""
+    gain_over_oracle: Estimate
+    """Relative gain over the best single size of each prompt."""
+
+
+def summarize_bound(
+    best_N: Tensor, utility_NK: Tensor, block_sizes: Sequence[int], trained: int, *, samples: int = 2000, seed: int = 0
+) -> SequenceBound:
+    """Figures of the best sequences of sizes.
+
+    Args:
+        best_N: utility of each prompt's best sequence, float64 ``[N]``; all prompts have rounds.
+        utility_NK: of each single size, float64 ``[N, K]``.
+        block_sizes: the K sizes.
+        trained: B.
+        samples: resamplings behind each interval.
+        seed: seed of the resampling.
+    """
+    figures: dict[Hashable, Tensor] = {"best": best_N, "oracle": utility_NK.amax(1)}
+    if trained in block_sizes:
+        figures["always"] = utility_NK[:, list(block_sizes).index(trained)]
+    gains = {base: _Means.of(figures, base, samples, seed) for base in figures if base != "best"}
+    return SequenceBound(
+        num_prompts=len(best_N),
+        utility=gains["oracle"].estimate("best"),
+        gain_over_always=gains["always"].gain("best") if "always" in gains else None,
+        gain_over_oracle=cast(Estimate, gains["oracle"].gain("best")),
     )
 
 

@@ -3,7 +3,7 @@
 from blockpilot.oracle.cache import CacheKey, LabelCache
 from blockpilot.oracle.collect import candidate_block_sizes, candidates_of, fill, open_cache, shards_to_fill
 from blockpilot.oracle.enumeration import enumerate_block_sizes as enumerate
-from blockpilot.oracle.per_round import BestSequence, best_sequence
+from blockpilot.oracle.per_round import BestSequence, best_sequence, cost_of_one_size
 from blockpilot.oracle.prefill import sparse_distributions
 from blockpilot.oracle.record import OracleRecord
 from blockpilot.oracle.replay import replay
@@ -25,6 +25,7 @@ __all__ = [
     "candidate_block_sizes",
     "candidates_of",
     "concatenate",
+    "cost_of_one_size",
     "enumerate",
     "fill",
     "open_cache",

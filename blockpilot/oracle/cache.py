@@ -26,9 +26,10 @@ from blockpilot.oracle.manifest import (
     require_same,
     write_manifest,
 )
+from blockpilot.oracle.record import OracleRecord
 from blockpilot.oracle.shards import SCHEMA, CacheRow, DamagedShard, Shard, in_batches, table_of, write_table
 from blockpilot.oracle.table import LabelTable, gather
-from blockpilot.oracle.tensors import COLUMNS, labels_of
+from blockpilot.oracle.tensors import COLUMNS, labels_of, records_of
 
 __all__ = ["SCHEMA_VERSION", "CacheKey", "CacheRow", "LabelCache", "prompts_digest"]
 
@@ -205,6 +206,15 @@ class LabelCache:
         if rows == 0:
             raise UserError(f"cache {self.folder} holds no prompt: {self.skipped()} were longer than the model allows")
         return gather(map(self._labels, self._row_groups(self._label_columns)), rows, tokens, entries)
+
+    def records(self) -> Iterator[OracleRecord]:
+        """All rows as records, in order, for :func:`~blockpilot.oracle.simulate` and tables of every round.
+
+        Raises:
+            UserError: shards are missing or damaged.
+        """
+        self._require([shard for shard in range(self.num_shards) if not self.path(shard).exists()])
+        return (record for table in self._row_groups() for record in records_of(table))
 
     @property
     def _dense(self) -> list[str]:

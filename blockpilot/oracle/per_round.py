@@ -92,6 +92,20 @@ def best_sequence(table: Tensor, candidates: Sequence[int], costs: Tensor | None
     return BestSequence(sizes, lengths, float(least[0]))
 
 
-def table_of(flat: Sequence[int], num_candidates: int) -> Tensor:
-    """A table from how it is stored, row by row."""
-    return torch.tensor(flat, dtype=torch.int64).view(-1, num_candidates)
+def cost_of_one_size(table: Tensor, costs: Tensor | None = None) -> Tensor:
+    """What each candidate costs when it is used in all rounds, float64 ``[K]``.
+
+    Args:
+        table: ``[N - 1, K]``, as in :func:`best_sequence`.
+        costs: as there.
+    """
+    committed, count = table.numpy(), len(table)
+    price = np.ones((1, 1)) if costs is None else costs.double().numpy()
+    price = np.broadcast_to(price, table.shape)
+    place, total = np.zeros(table.shape[1], dtype=np.int64), np.zeros(table.shape[1])
+    columns = np.arange(table.shape[1])
+    while count > 0 and (open_K := place < count).any():
+        at, of = place[open_K], columns[open_K]
+        total[open_K] += price[at, of]
+        place[open_K] += committed[at, of]
+    return torch.from_numpy(total)

@@ -7,13 +7,14 @@ Shapes: N prompts, K candidate block sizes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
 
+from blockpilot.oracle.record import OracleRecord
 from blockpilot.oracle.shards import list_parts
 from blockpilot.oracle.table import Distributions, LabelTable, TokenLists
 
@@ -53,6 +54,18 @@ def labels_of(table: pa.Table, block_sizes: Sequence[int], vocab_size: int, dens
         logits=_dense(table, "logits") if "logits" in dense else None,
         hidden=_dense(table, "hidden") if "hidden" in dense else None,
     )
+
+
+def records_of(table: pa.Table) -> Iterator[OracleRecord]:
+    """Rows as records, one by one; what is not stored is None."""
+    names = ("prompt_tokens", "output_tokens", "block_sizes", "acceptance_lengths")
+    columns = [table[name].to_pylist() for name in names]
+    wide = [table[name] for name in ("logits", "hidden", "acceptance_table")]
+    for index, (prompt, output, sizes, lengths) in enumerate(zip(*columns, strict=True)):
+        logits, hidden, rounds = (_own(c[index].values.to_numpy()) if c[index].is_valid else None for c in wide)
+        lengths_of = dict(zip(sizes, lengths, strict=True))
+        rows = None if rounds is None else rounds.long().view(-1, len(sizes))
+        yield OracleRecord(prompt, output, lengths_of, logits, hidden, rows)
 
 
 def csr(table: pa.Table, name: str) -> tuple[Tensor, Tensor]:

@@ -14,11 +14,12 @@ from blockpilot.report.plots import (
     tau_curve_figure,
 )
 from blockpilot.report.progress import progress_bar
-from blockpilot.report.sweep import oracle_table, print_tables, sweep_values
+from blockpilot.report.sweep import bound_line, oracle_table, print_tables, sweep_values
 from blockpilot.report.table import summary_rows, summary_table
 from blockpilot.report.tracking import log_summary
 
 __all__ = [
+    "bound_line",
     "choice_figure",
     "latency_figure",
     "latency_table",

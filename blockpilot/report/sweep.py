@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from blockpilot.metrics import Estimate, FixedSize, OracleGain, SweepSummary
+from blockpilot.metrics import Estimate, FixedSize, OracleGain, SequenceBound, SweepSummary
 
 NO_VALUE = "-"
 TABLE_WIDTH = 128
@@ -104,6 +104,20 @@ def choice_lines(summary: SweepSummary, name: str) -> list[str]:
     return lines
 
 
+def bound_line(bound: SequenceBound, trained: int, unit: str) -> str:
+    """The bound of policies that decide every round, as a sentence.
+
+    Args:
+        bound: the figures.
+        trained: B.
+        unit: of the utility, such as ``tau``.
+    """
+    gains = [f"{_figure(bound.gain_over_oracle, '{:+.2%}')} over the best size of each prompt"]
+    if bound.gain_over_always is not None:
+        gains.insert(0, f"{_figure(bound.gain_over_always, '{:+.2%}')} over always-{trained}")
+    return f"best size of every round (upper bound): {unit} {_figure(bound.utility, '{:.3f}')}, " + ", ".join(gains)
+
+
 def prompts_line(summary: SweepSummary) -> str:
     """How many prompts the figures are over."""
     without = summary.num_prompts_without_rounds
@@ -111,7 +125,7 @@ def prompts_line(summary: SweepSummary) -> str:
     return f"{summary.num_prompts} prompts{left_out}"
 
 
-def sweep_values(summary: SweepSummary) -> dict[str, Any]:
+def sweep_values(summary: SweepSummary | SequenceBound) -> dict[str, Any]:
     """Every figure as plain JSON values; a figure that is undefined is null."""
     return _json_safe(asdict(summary))
 

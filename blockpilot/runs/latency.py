@@ -25,7 +25,9 @@ from blockpilot.oracle import LabelTable
 log = logging.getLogger(__name__)
 
 
-def find_profile(evaluation: EvaluationConfig, pair: Pair, block_sizes: Sequence[int]) -> LatencyProfile | None:
+def find_profile(
+    evaluation: EvaluationConfig, pair: Pair, block_sizes: Sequence[int], *, key: str = "evaluation.latency_profile"
+) -> LatencyProfile | None:
     """The profile that ``evaluation.latency_profile`` means; says in one log line which it is.
 
     ``auto`` takes what is stored for this device and model; if that is of another target, drafter or dtype it is left
@@ -36,6 +38,7 @@ def find_profile(evaluation: EvaluationConfig, pair: Pair, block_sizes: Sequence
         evaluation: the run's settings.
         pair: the pair that decodes.
         block_sizes: sizes that will need a cost.
+        key: where the user chose it.
 
     Raises:
         UserError: the file cannot be read or was measured with another pair, or one of the sizes was not measured.
@@ -55,13 +58,13 @@ def find_profile(evaluation: EvaluationConfig, pair: Pair, block_sizes: Sequence
         log.warning("no regret in speed: latency profile %s %s", path, difference)
         return None
     if difference is not None:
-        raise UserError(f"evaluation.latency_profile: {path} {difference}; measure with python -m blockpilot.profile")
+        raise UserError(f"{key}: {path} {difference}; measure with python -m blockpilot.profile")
     if profile.device != device:
         log.warning(
             "latency profile %s is of %s, this run is on %s: costs are the former's", path, profile.device, device
         )
     profile.require(block_sizes)
-    log.info("regret in speed by latency profile %s (%s)", path, profile.device)
+    log.info("costs of rounds by latency profile %s (%s)", path, profile.device)
     return profile
 
 

@@ -83,7 +83,7 @@ def test_a_profile_gives_evaluation_a_regret_in_speed(run: Run, tmp_path: Path) 
 
     done = run(*evaluation, "oracle.radius=0")
     assert done.code == 0, done.output
-    assert "regret in speed by latency profile" in done.output and "(speed)" in done.output
+    assert "costs of rounds by latency profile" in done.output and "(speed)" in done.output
     metrics = json.loads((tmp_path / "evaluation/metrics.json").read_text())
     rows = {row["policy"]: row for row in metrics["policies"]}
     assert metrics["eval/regret_speed"] == rows["fixed-15"]["regret_speed"]
