@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
+import blockpilot as bp
 from blockpilot.config import CONF_DIR, CollectRunConfig, to_dataclass
+from blockpilot.decoding import measure_latency
+from blockpilot.errors import UserError
+from blockpilot.oracle import LabelCache, best_sequence
 from blockpilot.runs.collect import collect
 
 from .conftest import QUICK_COLLECT, Finished
@@ -63,6 +67,56 @@ def test_candidates_without_b_have_no_gains(
     [one] = json.loads((folder / "labels.json").read_text())["all"]["oracles"]
     assert one["block_sizes"] == [8, 24] and one["gain"] is None
     assert (folder / "locality.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_deciding_every_round_could_add(
+    collect_here: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, pair: bp.Pair
+) -> None:
+    few = ["dataset.tiny.train.limit=4", "dataset.tiny.test.limit=4", SIZES]
+    measured = measure_latency(pair, [8, 15, 16, 17], [32, 128], warmup=0, repeats=1)
+    measured.save(tmp_path / "latency.json")
+    with caplog.at_level(logging.INFO):
+        folder = collect_here("run", "oracle.per_round=true", f"oracle.latency_profile={tmp_path}/latency.json", *few)
+    assert "best size of every round (upper bound): tau " in caplog.text
+    assert "best size of every round (upper bound): tokens/s by the latency profile " in caplog.text
+    values = json.loads((folder / "labels.json").read_text())
+    bounds = values["per_round"]
+    assert bounds["tau"]["num_prompts"] == bounds["tokens/s by the latency profile"]["num_prompts"] == 8
+    assert bounds["tau"]["utility"]["value"] >= values["all"]["oracles"][-1]["tau"]["value"]
+    for bound in bounds.values():
+        assert bound["gain_over_oracle"]["low"] >= -1e-9 and bound["gain_over_always"]["value"] >= 0
+    # by hand, from the records that are stored: fewest rounds, and least seconds
+    caches = [LabelCache.existing(path.parent) for path in sorted(tmp_path.rglob("manifest.json"))]
+    records = [record for cache in caches for record in cache.records()]
+    assert len(records) == 8
+    taus, speeds = [], []
+    for record in records:
+        count, table = len(record.output_ids) - 1, record.acceptance_table
+        assert table is not None and table.shape == (count, 4)
+        taus.append(count / len(best_sequence(table, measured.block_sizes).block_sizes))
+        seconds = [0.0] * (count + 1)
+        for place in reversed(range(count)):
+            context = len(record.prompt_ids) + place
+            seconds[place] = min(
+                measured.round_seconds_at(b, context) + seconds[place + int(table[place, column])]
+                for column, b in enumerate(measured.block_sizes)
+            )
+        speeds.append(count / seconds[0])
+    for name, own in (("tau", taus), ("tokens/s by the latency profile", speeds)):
+        assert bounds[name]["utility"]["value"] == pytest.approx(sum(own) / len(own))
+    # the rows of the cache run through a simulation as fresh records do
+    found = bp.oracle.simulate(pair, records, bp.FixedPolicy(15))
+    assert [one.acceptance_lengths for one in found] == [record.acceptance_lengths[15] for record in records]
+
+
+def test_a_stored_profile_without_a_candidate_is_left_alone(
+    collect_here: Callable[..., Path], tmp_path: Path, pair: bp.Pair
+) -> None:
+    measure_latency(pair, [16], [32], warmup=0, repeats=1).save(tmp_path / "latency.json")
+    with pytest.raises(UserError, match="block size 8 is not in the latency profile"):
+        collect_here("run", "oracle.per_round=true", f"oracle.latency_profile={tmp_path}/latency.json", SIZES)
+    with pytest.raises(UserError, match=r"latency profile .* cannot be read"):
+        collect_here("other", "oracle.per_round=true", f"oracle.latency_profile={tmp_path}/none.json", SIZES)
 
 
 def test_labels_without_figures_are_no_error(

@@ -85,6 +85,15 @@ def test_costs_by_size_alone_and_ties() -> None:
     assert best_sequence(torch.empty(0, 2, dtype=torch.int64), [4, 8]) == oracle.BestSequence([], [], 0.0)
 
 
+def test_the_cost_of_one_size_is_that_of_its_rounds() -> None:
+    table = torch.tensor([[2, 3], [1, 2], [1, 1]])
+    assert oracle.cost_of_one_size(table).tolist() == [2, 1]
+    costs = torch.tensor([[1.0, 10.0], [2.0, 20.0], [4.0, 40.0]])
+    assert oracle.cost_of_one_size(table, costs).tolist() == [5, 10]
+    assert oracle.cost_of_one_size(table, torch.tensor([0.5, 2.0])).tolist() == [1, 2]
+    assert oracle.cost_of_one_size(torch.empty(0, 2, dtype=torch.int64)).tolist() == [0, 0]
+
+
 def test_uncut_entries_end_the_output() -> None:
     assert best_sequence(torch.tensor([[2, 5], [4, 5]]), [4, 8]).acceptance_lengths == [2]
 
