@@ -31,12 +31,14 @@ import numpy as np
 import pyarrow.parquet as pq
 from shared import machine
 
+from blockpilot.decoding.sampling import signed_prompt_key
 from blockpilot.oracle import CacheKey, CacheRow, LabelCache
 from blockpilot.oracle import shards as shard_files
 
 QWEN3_VOCAB, SMOLLM2_VOCAB = 151_936, 49_152
 SHARD_SIZE, BATCH = 256, 64
 BLOCK_SIZES = tuple(range(13, 20))
+OUTPUT_TOKENS = 160
 LOGIT_SCALE = 2.5
 """Standard deviation of the made-up logits."""
 
@@ -61,7 +63,7 @@ def make_cache(
     """A complete cache of ``rows`` prompts with ``nonzeros`` stored probabilities each."""
     key = CacheKey(
         pair={"target": "made up"}, prompts="0" * 64, block_sizes=BLOCK_SIZES, vocab_size=vocab_size,
-        max_new_tokens=160, temperature=0.0, top_p=1.0, top_k=0, seed=0, stop_token_ids=(0,), tail_mass=tail_mass,
+        max_new_tokens=OUTPUT_TOKENS, temperature=0.0, top_p=1.0, top_k=0, seed=0, stop_token_ids=(0,), tail_mass=tail_mass,
         store_logits=False, store_hidden=False, tau_convention="committed",
     )  # fmt: skip
     cache = LabelCache(folder, key, rows, shard_size)
@@ -73,20 +75,26 @@ def make_cache(
 
 
 def made_up_row(index: int, generator: np.random.Generator, vocab_size: int, nonzeros: int) -> CacheRow:
-    """A prompt of 100 tokens, 160 tokens of output, and one distribution."""
+    """A prompt of 100 tokens, its labels along an output of 160 tokens, and one distribution."""
     weights = np.exp(LOGIT_SCALE * generator.standard_normal(nonzeros))
-    probs = np.sort(weights / weights.sum())[::-1].astype(np.float32)
+    prompt = generator.integers(0, vocab_size, 100, dtype=np.int32)
     arrays: dict[str, Any] = {
-        "prompt_tokens": generator.integers(0, vocab_size, 100, dtype=np.int32),
-        "output_tokens": generator.integers(0, vocab_size, 160, dtype=np.int32),
-        "acceptance_lengths": [generator.integers(1, b + 1, 25, dtype=np.int16) for b in BLOCK_SIZES],
+        "prompt_tokens": prompt,
+        "output_tokens": generator.integers(0, vocab_size, OUTPUT_TOKENS, dtype=np.int32),
+        "acceptance_lengths": [_lengths(generator, b) for b in BLOCK_SIZES],
         "distribution_ids": generator.choice(vocab_size, nonzeros, replace=False).astype(np.int32),
-        "distribution_probs": probs,
+        "distribution_probs": np.sort(weights / weights.sum())[::-1].astype(np.float32),
     }
     return CacheRow(
-        prompt_id=f"made-up-{index}", prompt_key=index, dataset="made-up", block_sizes=list(BLOCK_SIZES), seed=0,
-        **arrays,
+        prompt_id=f"made-up-{index}", prompt_key=signed_prompt_key(prompt.tolist()), dataset="made-up",
+        block_sizes=list(BLOCK_SIZES), seed=0, **arrays,
     )  # fmt: skip
+
+
+def _lengths(generator: np.random.Generator, block_size: int) -> np.ndarray:
+    """Acceptance lengths that come to all tokens but the first."""
+    ends = np.minimum(np.cumsum(generator.integers(1, block_size + 1, OUTPUT_TOKENS)), OUTPUT_TOKENS - 1)
+    return np.diff(np.unique(ends), prepend=0).astype(np.int16)
 
 
 def bytes_per_row(cache: LabelCache) -> float:

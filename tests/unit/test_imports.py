@@ -28,7 +28,7 @@ RANK = {
     "runs": 9,
 }
 # modules that are run or imported from outside: they may import anything, and nothing may import them
-ENTRIES = {"blockpilot.models.build_tiny", "blockpilot.collect", "blockpilot.profile"}
+ENTRIES = {"blockpilot.models.build_tiny", "blockpilot.cache", "blockpilot.collect", "blockpilot.profile"}
 CONFIGURATION = ("omegaconf", "hydra")
 
 
