@@ -7,6 +7,7 @@ OmegaConf or Hydra's composition: below it, code sees plain dataclasses and neve
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import os
 import sys
@@ -544,6 +545,7 @@ def project_path(path: str | os.PathLike[str]) -> Path:
     return given if given.is_absolute() or given.exists() else ROOT / given
 
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _failed_jobs: list[str] = []
 
 
@@ -568,6 +570,11 @@ def run_job(config: DictConfig, schema: type[T], run: Callable[[T, Path, str | N
         run(typed, folder, group)
     except UserError as error:
         log.error("error: %s", error)
+        _failed_jobs.append(str(folder))
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        log.error("error: hydra.run.dir: %s cannot be written: %s", error.filename or folder, error.strerror)
         _failed_jobs.append(str(folder))
     except (KeyboardInterrupt, SystemExit):  # Lightning turns the first into the second
         log.error("interrupted; labels collected so far are kept, and the same command goes on from them")

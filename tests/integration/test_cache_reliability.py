@@ -348,6 +348,15 @@ def test_a_full_disk_is_told_and_keeps_what_it_has(whole: Path, tmp_path: Path) 
     assert_complete(tmp_path / "out", whole)
 
 
+def test_an_output_folder_on_a_full_disk_is_told(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").symlink_to("/dev/full")
+    done = run("-m", "blockpilot.collect")
+    [line] = done.output.splitlines()
+    assert done.code == 2
+    assert line == f"error: hydra.run.dir: {tmp_path / 'run'} cannot be written: No space left on device"
+
+
 @pytest.mark.parametrize("place", ["file", "below a file"])
 def test_a_cache_dir_that_is_none(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_text("mine")
