@@ -53,7 +53,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> LabelCache:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PAIR", str(TINY))
         config = configured(tmp_path_factory.mktemp("first"), BASE)
-        collect(config, Path(config.cache_dir))
+        collect(config, tmp_path_factory.mktemp("output"))
         cache = the_cache(config)
     assert cache.num_shards == 2 and cache.missing() == []
     return cache
@@ -173,25 +173,34 @@ SAME: dict[str, list[str]] = {
 }
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures of the labels come behind what is looked at here, and take longer."""
+    monkeypatch.setattr("blockpilot.runs.collect.write_labels", lambda folder, summaries: None)
+
+
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("what", SAME)
-def test_what_changes_no_content_reuses_all(first: LabelCache, what: str) -> None:
+def test_what_changes_no_content_reuses_all(first: LabelCache, tmp_path: Path, what: str) -> None:
     before = state(root_of(first))
     config = configured(root_of(first), [*BASE, *SAME[what]])
-    collect(config, Path(config.cache_dir))
+    collect(config, tmp_path)
     assert state(root_of(first)) == before
 
 
-def test_the_order_of_overrides_changes_nothing(first: LabelCache) -> None:
+@pytest.mark.usefixtures("undrawn")
+def test_the_order_of_overrides_changes_nothing(first: LabelCache, tmp_path: Path) -> None:
     before = state(root_of(first))
     for overrides in (BASE[::-1], [*BASE[3:], *BASE[:3]]):
         config = configured(root_of(first), overrides)
-        collect(config, Path(config.cache_dir))
+        collect(config, tmp_path)
     assert state(root_of(first)) == before
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_cache_that_was_moved_is_reused(first: LabelCache, tmp_path: Path) -> None:
     moved = Path(shutil.copytree(root_of(first), tmp_path / "moved"))
     before = state(moved)
     config = configured(moved, BASE)
-    collect(config, moved)
+    collect(config, tmp_path)
     assert state(moved) == before
