@@ -176,7 +176,7 @@ SAME: dict[str, list[str]] = {
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures of the labels come behind what is looked at here, and take longer."""
-    monkeypatch.setattr("blockpilot.runs.collect.write_labels", lambda *_: None)
+    monkeypatch.setattr("blockpilot.runs.collect.write_labels", lambda *given: None)
 
 
 @pytest.mark.usefixtures("undrawn")

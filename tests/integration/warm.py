@@ -13,6 +13,6 @@ from blockpilot.models import load_pair
 
 torch.set_num_threads(1)
 load_pair("tiny", device="cpu")
-blockpilot.runs.collect.write_labels = lambda *_: None
+blockpilot.runs.collect.write_labels = lambda *given: None
 
 __all__ = ["blockpilot", "pandas", "pyarrow"]
