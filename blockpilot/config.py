@@ -7,17 +7,12 @@ OmegaConf or Hydra's composition: below it, code sees plain dataclasses and neve
 from __future__ import annotations
 
 import dataclasses
-import errno
-import logging
 import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -30,8 +25,6 @@ LATENCY_DIR = "data/latency"
 T = TypeVar("T")
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-log = logging.getLogger("blockpilot")
 
 
 def require(condition: bool, key: str, value: object, allowed: str) -> None:
@@ -543,44 +536,3 @@ def project_path(path: str | os.PathLike[str]) -> Path:
     """``path`` itself if absolute or there; otherwise the same path inside the project."""
     given = Path(path).expanduser()
     return given if given.is_absolute() or given.exists() else ROOT / given
-
-
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_failed_jobs: list[str] = []
-
-
-def run_job(config: DictConfig, schema: type[T], run: Callable[[T, Path, str | None], object]) -> None:
-    """One Hydra job: typed configuration, output folder, one clear line for an error the user can fix.
-
-    A failing job does not stop the other jobs of a multirun; :func:`exit_after_jobs` gives the process its exit code.
-
-    Args:
-        config: as Hydra composed it.
-        schema: its dataclass.
-        run: called with the configuration, the output folder and, in a multirun, the name of the sweep.
-    """
-    hydra = HydraConfig.get()
-    folder = Path(hydra.runtime.output_dir)
-    sweep = Path(hydra.sweep.dir)
-    group = "-".join(sweep.parts[-2:]) if hydra.mode == RunMode.MULTIRUN else None
-    logging.raiseExceptions = False  # a log file on a full disk must not bury the one line that says so
-    try:
-        typed = to_dataclass(config, schema)
-        (folder / "config.yaml").write_text(to_yaml(typed), encoding="utf-8")
-        run(typed, folder, group)
-    except UserError as error:
-        log.error("error: %s", error)
-        _failed_jobs.append(str(folder))
-    except OSError as error:
-        if error.errno not in _NO_ROOM:
-            raise
-        log.error("error: hydra.run.dir: %s cannot be written: %s", error.filename or folder, error.strerror)
-        _failed_jobs.append(str(folder))
-    except (KeyboardInterrupt, SystemExit):  # Lightning turns the first into the second
-        log.error("interrupted; labels collected so far are kept, and the same command goes on from them")
-        sys.exit(130)
-
-
-def exit_after_jobs() -> NoReturn:
-    """Ends the process: 0, or 2 if a job ended with a user error."""
-    sys.exit(2 if _failed_jobs else 0)

@@ -3,7 +3,8 @@
 import hydra
 from omegaconf import DictConfig
 
-from blockpilot.config import CONF_DIR, ProfileRunConfig, exit_after_jobs, run_job
+from blockpilot.config import CONF_DIR, ProfileRunConfig
+from blockpilot.runs.launch import launch, run_job
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="profile")
@@ -15,5 +16,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
-    exit_after_jobs()
+    launch(main)

@@ -1,12 +1,14 @@
-"""What ``python -m blockpilot.collect`` says of its labels once they are whole."""
+"""``python -m blockpilot.collect``: many writers of one command, and what the last says of the labels."""
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from hydra import compose, initialize_config_dir
 
@@ -127,3 +129,30 @@ def test_labels_without_figures_are_no_error(
     folder = collect_here("run", *data, quick=False)
     assert "holds no prompt: 1 were longer than the model allows" in caplog.text
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("launcher", "plugin"), [("joblib", "joblib"), ("submitit_local", "submitit")])
+def test_writers_of_one_command_fill_the_cache_of_one_writer(
+    launcher: str, plugin: str, run: Callable[..., Finished], collect_here: Callable[..., Path], tmp_path: Path
+) -> None:
+    pytest.importorskip(f"hydra_plugins.hydra_{plugin}_launcher", reason="needs the extras cluster and joblib")
+    shards = ["oracle.radius=1", "collect.shard_size=2", "dataset.tiny.train.limit=8", "dataset.tiny.test.limit=4",
+              "generation.max_new_tokens=16"]  # fmt: skip
+    done = run("-m", "blockpilot.collect", "-m", f"hydra/launcher={launcher}", *shards, "collect.num_shards=2",
+               "collect.shard_index=0,5,1", f"hydra.sweep.dir={tmp_path / 'sweep'}", quick=False)  # fmt: skip
+    # there is no writer 5: its job says so, the others are not lost
+    assert done.code == 2 and "Traceback" not in done.output, done.output
+    assert "error: job 1: collect.shard_index=5 is not allowed" in done.output
+    logs = [(tmp_path / f"sweep/{job}/collect.log").read_text() for job in (0, 2)]
+    collected = [[int(number) for number in re.findall(r"collecting (\d+) prompts", text)] for text in logs]
+    assert collected == [[4, 2], [4, 2]]  # of 8 and 4 prompts: nothing twice
+    assert list((tmp_path / "sweep").glob("*/locality.png"))
+
+    collect_here("one", *shards, f"cache_dir={tmp_path / 'whole'}")
+    ours, theirs = (sorted((tmp_path / name).rglob("shard-*.parquet")) for name in ("cache", "whole"))
+    assert [path.name for path in ours] == [path.name for path in theirs] and len(ours) == 6
+    for own, other in zip(ours, theirs, strict=True):
+        assert own.parent.name == other.parent.name
+        rows, expected = (pq.read_table(path).replace_schema_metadata(None) for path in (own, other))
+        assert rows.equals(expected)

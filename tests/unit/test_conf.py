@@ -318,6 +318,34 @@ def test_hydra_settings() -> None:
     assert using == []
 
 
+@pytest.mark.parametrize(
+    ("launcher", "plugin", "settings"),
+    [
+        ("submitit_slurm", "submitit", {"partition": "gpu", "gpus_per_node": 1, "timeout_min": 240, "mem_gb": 64}),
+        ("submitit_local", "submitit", {"gpus_per_node": 4, "timeout_min": 1440}),
+        ("joblib", "joblib", {"n_jobs": 4}),
+    ],
+)
+@pytest.mark.parametrize("command", SCHEMAS)
+def test_launchers_compose_with_their_settings(command: str, launcher: str, plugin: str, settings: dict) -> None:
+    pytest.importorskip(f"hydra_plugins.hydra_{plugin}_launcher", reason="needs the extras cluster and joblib")
+    overrides = [f"hydra/launcher={launcher}", *(f"hydra.launcher.{key}={value}" for key, value in settings.items())]
+    hydra = composed(command, *overrides, hydra=True).hydra
+    assert launcher.split("_")[-1] in hydra.launcher._target_.lower()
+    assert settings.items() <= OmegaConf.to_container(hydra.launcher, resolve=False).items()  # type: ignore[union-attr]
+    # the other settings of this project stand
+    assert hydra.callbacks.failed_jobs._target_ == "blockpilot.runs.launch.FailedJobs"
+    assert OmegaConf.to_container(hydra.sweep, resolve=False)["subdir"] == "${hydra.job.num}"  # type: ignore[index]
+
+
+def test_a_gpu_for_each_writer() -> None:
+    writers = [
+        configured("collect", "collect.num_shards=4", f"collect.shard_index={i}", "device=cuda:${collect.shard_index}")
+        for i in range(4)
+    ]
+    assert [writer.device for writer in writers] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+
+
 APP = """
 import hydra
 @hydra.main(config_path={conf!r}, config_name="train", version_base="1.3")

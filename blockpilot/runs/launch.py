@@ -1,0 +1,110 @@
+"""From a Hydra job to an exit code: one clear line for an error the user can fix, wherever the job runs.
+
+Knows Hydra's jobs; nothing of what they do. A launcher may run the jobs of a multirun in other processes or on other
+machines, so a job leaves its error in a file in the sweep's folder, and the process that launched it reads it there.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from blockpilot.config import to_dataclass, to_yaml
+from blockpilot.errors import UserError
+
+log = logging.getLogger("blockpilot")
+
+T = TypeVar("T")
+
+USER_ERROR, INTERRUPTED = 2, 130
+"""Exit codes."""
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FAILED = "failed-*.txt"
+"""In the folder of a sweep: the error of each job that failed, by its number."""
+_GO_ON = "interrupted; labels collected so far are kept, and the same command goes on from them"
+
+
+def launch(main: Callable[[], object]) -> None:
+    """Runs an entry decorated by Hydra; an interrupt ends it with one line and exit code 130."""
+    try:
+        main()
+    except KeyboardInterrupt:  # while it composed, or waited for jobs in other processes
+        print(_GO_ON, file=sys.stderr)
+        sys.exit(INTERRUPTED)
+
+
+def run_job(config: DictConfig, schema: type[T], run: Callable[[T, Path, str | None], object]) -> None:
+    """One Hydra job: typed configuration, output folder, one clear line for an error the user can fix.
+
+    A single run ends with exit code 2 at such an error. A job of a multirun does not stop the others;
+    :class:`FailedJobs` gives the command its exit code.
+
+    Args:
+        config: as Hydra composed it.
+        schema: its dataclass.
+        run: called with the configuration, the output folder and, in a multirun, the name of the sweep.
+    """
+    hydra = HydraConfig.get()
+    folder = Path(hydra.runtime.output_dir)
+    group = "-".join(Path(hydra.sweep.dir).parts[-2:]) if hydra.mode == RunMode.MULTIRUN else None
+    logging.raiseExceptions = False  # a log file on a full disk must not bury the one line that says so
+    try:
+        typed = to_dataclass(config, schema)
+        (folder / "config.yaml").write_text(to_yaml(typed), encoding="utf-8")
+        run(typed, folder, group)
+    except UserError as error:
+        _fail(str(error))
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        _fail(f"hydra.run.dir: {error.filename or folder} cannot be written: {error.strerror}")
+    except (KeyboardInterrupt, SystemExit) as error:
+        # Lightning turns an interrupt into exit code 1; other codes are a launcher's, which may run the job again
+        if isinstance(error, SystemExit) and error.code != 1:
+            raise
+        log.error(_GO_ON)
+        sys.exit(INTERRUPTED)
+
+
+def _fail(error: str) -> None:
+    """Tells why this job failed: a single run ends, a job of a multirun leaves word for who launched it."""
+    log.error("error: %s", error)
+    hydra = HydraConfig.get()
+    if hydra.mode != RunMode.MULTIRUN:
+        sys.exit(USER_ERROR)
+    path = Path(hydra.sweep.dir) / _FAILED.replace("*", str(hydra.job.num))
+    path.write_text(f"job {hydra.job.num}: {error} ({' '.join(hydra.overrides.task)})\n", encoding="utf-8")
+
+
+class FailedJobs(Callback):
+    """Where a multirun was launched: tells which jobs failed, whatever ran them, and sets the exit code.
+
+    ``conf/hydra/default.yaml`` names it.
+    """
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Forgets the errors of an earlier sweep in the same folder."""
+        for path in _failed_in(config):
+            path.unlink()
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Repeats each job's error, since its log may be in another process's file; exit code 2 if there is any."""
+        failed = _failed_in(config)
+        for path in failed:
+            log.error("error: %s", path.read_text(encoding="utf-8").rstrip())
+        if failed:
+            sys.exit(USER_ERROR)
+
+
+def _failed_in(config: DictConfig) -> list[Path]:
+    """Error files of a sweep in the order of its jobs."""
+    return sorted(Path(config.hydra.sweep.dir).glob(_FAILED), key=lambda path: (len(path.name), path.name))
