@@ -63,8 +63,8 @@ def make_cache(
     """A complete cache of ``rows`` prompts with ``nonzeros`` stored probabilities each."""
     key = CacheKey(
         pair={"target": "made up"}, prompts="0" * 64, block_sizes=BLOCK_SIZES, vocab_size=vocab_size,
-        max_new_tokens=OUTPUT_TOKENS, temperature=0.0, top_p=1.0, top_k=0, seed=0, stop_token_ids=(0,), tail_mass=tail_mass,
-        store_logits=False, store_hidden=False, tau_convention="committed",
+        max_new_tokens=OUTPUT_TOKENS, temperature=0.0, top_p=1.0, top_k=0, seed=0, stop_token_ids=(0,),
+        tail_mass=tail_mass, store_logits=False, store_hidden=False, tau_convention="committed",
     )  # fmt: skip
     cache = LabelCache(folder, key, rows, shard_size)
     generator = np.random.default_rng(0)

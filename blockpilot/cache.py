@@ -68,7 +68,9 @@ def _show(options: argparse.Namespace) -> int:
     console, failed = Console(width=max(Console().width, TABLE_WIDTH)), False
     for folder in _caches(options.folders):
         try:
-            console.print(cache_table(inspect_cache(folder)))
+            table = cache_table(inspect_cache(folder))
+            print(folder)
+            console.print(table)
         except UserError as error:
             failed = True
             print(f"error: {error}", file=sys.stderr)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from blockpilot.errors import UserError
 from blockpilot.oracle.audit import find_caches
@@ -91,16 +92,18 @@ def _kind(folder: Path) -> str | None:
 
 
 def _refuse_other(first: LabelCache, other: LabelCache) -> None:
-    ours, theirs = ({**c.key.fields(), "num_rows": c.manifest["num_rows"], "shard_size": c.shard_size}
-                    for c in (first, other))  # fmt: skip
+    ours, theirs = (_settings(cache) for cache in (first, other))
     name = differing_field(ours, theirs)
-    if name is None:
-        return
-    why = "their shards hold other rows" if name == "shard_size" else "their rows do not belong together"
-    raise UserError(
-        f"{other.folder} has {name}={theirs[name]!r} and {first.folder} has {name}={ours[name]!r}; {why}, so nothing "
-        "was merged"
-    )
+    if name is not None:
+        why = "their shards hold other rows" if name == "shard_size" else "their rows do not belong together"
+        raise UserError(
+            f"{other.folder} has {name}={theirs.get(name)!r} and {first.folder} has {name}={ours.get(name)!r}; {why}, "
+            "so nothing was merged"
+        )
+
+
+def _settings(cache: LabelCache) -> dict[str, Any]:
+    return {**cache.key.fields(), "num_rows": cache.manifest["num_rows"], "shard_size": cache.shard_size}
 
 
 def _refuse_scattered(opened: dict[Path, list[LabelCache]]) -> None:

@@ -33,8 +33,8 @@ def verify_lines(state: CacheState) -> Iterator[str]:
 
 
 def cache_table(state: CacheState) -> Table:
-    """What a cache holds and what made it, a line per fact."""
-    table = Table(title=Text(str(state.cache.folder)), show_header=False, title_justify="left")
+    """What a cache holds and what made it, a line per fact; its folder is not in it, since paths are long."""
+    table = Table(show_header=False)
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
     for section in (_content(state), state.cache.key.fields(), state.cache.manifest["provenance"]):
