@@ -1,11 +1,14 @@
 """What the label cache costs: bytes on disk, rows per second into CSR batches, memory while iterating.
 
-    python benchmarks/cache_reading.py [--rows 20000] [--repeats 5] [--layouts] [--keep FOLDER]
+    python benchmarks/cache_reading.py [--rows 20000] [--target FOLDER --prompts FILE ...] [--keep FOLDER] [--layouts]
 
 The rows are made up: shuffled token ids (nothing to gain from their order) and a softmax of normal logits, cut to a
 given number of non-zeros; everything else is small beside them. Files are read right after they were written, so from
 the page cache. Memory is measured on Linux alone, in a process of its own: the peak of resident memory while iterating
 (pages of mapped files included) less what was resident before the cache was opened.
+
+``--target FOLDER --prompts FILE`` adds the bytes of real distributions: a local language model after the prefill of the
+first turns in a JSONL file (rows with ``turns``).
 
 ``--layouts`` writes one shard in several Parquet layouts instead, and prints bytes per row and rows per second of each.
 """
@@ -14,14 +17,16 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import dataclasses
 import gc
+import json
 import multiprocessing
 import os
 import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +34,12 @@ from typing import Any, cast
 
 import numpy as np
 import pyarrow.parquet as pq
+import torch
 from shared import machine
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from blockpilot.decoding.sampling import signed_prompt_key
-from blockpilot.oracle import CacheKey, CacheRow, LabelCache
+from blockpilot.oracle import CacheKey, CacheRow, LabelCache, sparse_distributions
 from blockpilot.oracle import shards as shard_files
 
 QWEN3_VOCAB, SMOLLM2_VOCAB = 151_936, 49_152
@@ -89,6 +96,28 @@ def made_up_row(index: int, generator: np.random.Generator, vocab_size: int, non
         prompt_id=f"made-up-{index}", prompt_key=signed_prompt_key(prompt.tolist()), dataset="made-up",
         block_sizes=list(BLOCK_SIZES), seed=0, **arrays,
     )  # fmt: skip
+
+
+def real_cache(folder: Path, target: Path, prompts: Path, count: int) -> tuple[LabelCache, int, float]:
+    """Rows with the distributions of a real model; also its vocabulary, and the mean number of non-zeros."""
+    tokenizer, model = AutoTokenizer.from_pretrained(target), AutoModelForCausalLM.from_pretrained(target).eval()
+    texts = [json.loads(line)["turns"][0] for line in prompts.read_text(encoding="utf-8").splitlines()[:count]]
+    vocab_size, generator, rows = int(model.config.vocab_size), np.random.default_rng(0), []
+    for index, text in enumerate(texts):
+        chat = [{"role": "user", "content": text}]
+        encoded = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        with torch.inference_mode():
+            kept = sparse_distributions(model(**encoded).logits[:, -1], 1e-3)
+        made = made_up_row(index, generator, vocab_size, 1)
+        rows.append(
+            dataclasses.replace(
+                made, distribution_ids=kept.token_ids.int().numpy(), distribution_probs=kept.probs.numpy()
+            )
+        )
+    cache = make_cache(folder, 0, vocab_size, 1)
+    cache = LabelCache(folder / "real", dataclasses.replace(cache.key, prompts="1" * 64), len(rows), len(rows))
+    cache.write(0, rows, skipped=0, seconds=0.0, device="none")
+    return cache, vocab_size, float(np.mean([len(row.distribution_ids) for row in rows]))
 
 
 def _lengths(generator: np.random.Generator, block_size: int) -> np.ndarray:
@@ -208,6 +237,21 @@ def report(folder: Path, rows: int, repeats: int) -> Iterator[str]:
             iterating = read is iterate
             yield _line(f"{what}: {name}", f"{rate:,.0f} rows/s", ">= 20,000 rows/s" if iterating else "", fast)
             yield _line(f"{what}: {name}", f"{growth:,.0f} MiB more", "<= 286 MiB" if iterating else "", small)
+    yield from _made_up_sizes(folder, goals)
+
+
+def real_report(folder: Path, target: Path, prompts: Sequence[Path], count: int) -> Iterator[str]:
+    """Bytes of real distributions as further lines of the table."""
+    for path in prompts:
+        cache, vocab_size, nonzeros = real_cache(folder / path.stem, target, path, count)
+        size, share = bytes_per_row(cache), bytes_per_row(cache) / (2 * vocab_size)
+        what = (
+            f"{target.name}, {path.stem}, {nonzeros:,.0f} of {vocab_size:,} tokens: bytes per row, share of dense fp16"
+        )
+        yield _line(what, f"{size:,.0f}, {share:.1%}", "<= 20%", share <= Goals().share_of_dense)
+
+
+def _made_up_sizes(folder: Path, goals: Goals) -> Iterator[str]:
     dense = 2 * SMOLLM2_VOCAB
     for nonzeros in (500, 2000, 3500):
         small = make_cache_once(folder / f"small-{nonzeros}", 512, SMOLLM2_VOCAB, nonzeros, SHARD_SIZE)
@@ -235,6 +279,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--layouts", action="store_true", help="compare Parquet layouts instead")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave the caches there, and use those that are")
+    parser.add_argument("--target", type=Path, metavar="FOLDER", help="a local causal language model")
+    parser.add_argument("--prompts", type=Path, nargs="+", default=[], metavar="FILE", help="JSONL files for --target")
+    parser.add_argument("--count", type=int, default=64, help="prompts of each file")
     args = parser.parse_args()
     print(machine(("torch", "pyarrow")) + "\n")
     with tempfile.TemporaryDirectory() as folder:
@@ -243,6 +290,9 @@ def main() -> None:
             layout_table(Path(folder), args.repeats) if args.layouts else report(place, args.rows, args.repeats)
         ):
             print(line, flush=True)
+        if args.target is not None:
+            for line in real_report(Path(folder), args.target, args.prompts, args.count):
+                print(line, flush=True)
     print(f"\nload at the end: {os.getloadavg()[0]:.1f}")
 
 
