@@ -2,7 +2,8 @@
 
 Replay (trajectory decoding included) and enumeration run in one process on the same pair and prompts, and take turns; a
 ratio is that of one turn, and the table gives the median over turns, quartiles in brackets. Their labels must be equal
-round for round. ``smollm2`` is a random pair in the shape of SmolLM2-135M (see ``engines.py``) on short prompts.
+round for round. ``smollm2`` is a random pair in the shape of SmolLM2-135M (see ``engines.py``) on short prompts. The
+cache's own figures are printed by ``cache_reading.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The decoding benchmark runs, compares equal outputs, and prints a row for everything it was asked for."""
+"""The benchmarks run, compare what must be equal, and print a row for everything they were asked for."""
 
 from __future__ import annotations
 
@@ -53,3 +53,34 @@ def test_profile_names_operators() -> None:
     done = benchmark("--profile", "tiny:4", "--max-new-tokens", "4")
     assert done.returncode == 0, done.stderr
     assert "aten::" in done.stdout and "Self CPU" in done.stdout
+
+
+def rows_of(script: str, *arguments: str) -> list[list[str]]:
+    """Cells of the table that a benchmark prints."""
+    done = subprocess.run(
+        [sys.executable, f"benchmarks/{script}", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("| ") and "---" not in line]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines][1:]
+
+
+def test_oracle_benchmark_compares_labels_and_prints_every_row() -> None:
+    rows = rows_of(
+        "oracle.py", "--rows", "tiny", "--repeats", "1", "--prompts", "2", "--max-new-tokens", "12", "--threads", "1"
+    )
+    assert [row[:3] for row in rows] == [
+        ["tiny", "replay over enumeration", ">= 10x"],
+        ["tiny", "31 candidates over 7", "<= 4x"],
+    ]
+    for row in rows:
+        ratio, ours, other = (float(re.split("[x ]", row[place])[0]) for place in (3, 5, 6))
+        assert ratio > 0 and ours > 0 and other > 0 and row[4] in ("yes", "no")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is measured on Linux")
+def test_cache_benchmark_prints_its_goals() -> None:
+    rows = rows_of("cache_reading.py", "--rows", "96", "--repeats", "1")
+    goals = [row[2] for row in rows if row[2]]
+    assert goals == [">= 20,000 rows/s", "<= 286 MiB"] * 2 + ["<= 20%"] * 3
+    assert all(row[3] in ("yes", "no") for row in rows if row[2])
