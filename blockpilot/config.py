@@ -55,7 +55,8 @@ def expand_block_sizes(key: str, values: Sequence[object]) -> list[int]:
         if value == "..." and len(around) == 3 and all(type(end) is int for end in (around[0], around[2])):
             sizes += range(cast(int, around[0]), cast(int, around[2]))
         else:
-            require(type(value) is int and 1 <= value < 2**15, key, list(values), "sizes of 1 or more, as [2,...,32]")
+            allowed = "sizes of 1 or more, and ... between two of them, as [2,...,32]"
+            require(type(value) is int and 1 <= value < 2**15, key, list(values), allowed)
             sizes.append(cast(int, value))
     require(len(sizes) > 0, key, list(values), "at least one block size, as [2,...,32]")
     return sorted(set(sizes))
