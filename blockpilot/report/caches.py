@@ -69,7 +69,8 @@ def _content(state: CacheState) -> dict[str, Any]:
         "on disk": f"{_bytes(size)}, {size / rows:,.0f} bytes per row" if rows else _bytes(size),
         "non-zeros per row": f"{state.total('nonzeros') / rows:,.1f}" if rows else "-",
         "mean tau": "  ".join(tau),
-        "made by": ", ".join(f"{device} ({count} shard{"s" * (count > 1)})" for device, count in made_by.items()) or "-",
+        "made by": ", ".join(f"{device} ({count} shard{'s' * (count > 1)})" for device, count in made_by.items())
+        or "-",
     }
 
 
