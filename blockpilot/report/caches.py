@@ -74,6 +74,10 @@ def _content(state: CacheState) -> dict[str, Any]:
     }
 
 
+def _shards(count: int) -> str:
+    return f"{count} shard{'s' * (count != 1)}"
+
+
 def _shards(state: CacheState) -> str:
     kinds = state.kinds
     others = [f"{kinds[kind]} {kind}" for kind in ("missing", "damaged", "wrong", "closed") if kinds[kind]]
