@@ -74,7 +74,7 @@ def _content(state: CacheState) -> dict[str, Any]:
     }
 
 
-def _shards(count: int) -> str:
+def _counted(count: int) -> str:
     return f"{count} shard{'s' * (count != 1)}"
 
 
