@@ -9,7 +9,7 @@ Shapes: V vocabulary, D hidden size.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -158,6 +158,15 @@ def check_prompt(pair: Pair, prompt_ids: Sequence[int], max_new_tokens: int) -> 
     if integer("max_new_tokens", max_new_tokens) < 1:
         raise UserError(f"max_new_tokens={max_new_tokens!r} is not allowed; expected a number of at least 1")
     return prompt_ids
+
+
+def check_prompts(pair: Pair, prompts: object, max_new_tokens: int) -> list[list[int]]:
+    """All of them by :func:`check_prompt`; raises ``UserError`` also where they are no list of prompts."""
+    if not isinstance(prompts, Iterable):
+        raise UserError(
+            f"prompts={brief(prompts)} is not allowed; expected a list of prompts, each a list of token ids"
+        )
+    return [check_prompt(pair, prompt, max_new_tokens) for prompt in prompts]
 
 
 def check_policy(policy: object) -> None:

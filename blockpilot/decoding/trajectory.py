@@ -8,17 +8,17 @@ Shapes: B prompts, V vocabulary, D hidden size, F tapped features.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from blockpilot.decoding.engine import check_prompt
+from blockpilot.decoding.engine import check_prompts
 from blockpilot.decoding.rounds import stop_ids_of
 from blockpilot.decoding.sampling import Sampling, draw_tokens, prompt_key
 from blockpilot.decoding.verify import output_budget
-from blockpilot.errors import UserError, brief, integer
+from blockpilot.errors import UserError, integer
 from blockpilot.models.kv_cache import RaggedKVCache
 from blockpilot.models.pair import Pair
 
@@ -73,11 +73,7 @@ def generate_batch(
     max_new_tokens, beyond = integer("max_new_tokens", max_new_tokens), integer("beyond", beyond)
     if beyond < 0:
         raise UserError(f"beyond={beyond} is not allowed; expected a number of at least 0")
-    if not isinstance(prompts, Iterable):
-        raise UserError(
-            f"prompts={brief(prompts)} is not allowed; expected a list of prompts, each a list of token ids"
-        )
-    checked = [check_prompt(pair, prompt, max_new_tokens) for prompt in prompts]
+    checked = check_prompts(pair, prompts, max_new_tokens)
     if not checked:
         return []
     return _Batch(pair, checked, sampling, max_new_tokens, stop_ids_of(pair, stop_token_ids), features, beyond).run()

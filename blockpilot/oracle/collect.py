@@ -18,6 +18,7 @@ import torch
 
 from blockpilot.config import ROOT, CollectConfig, GenerationConfig, OracleConfig
 from blockpilot.decoding.sampling import signed_prompt_key
+from blockpilot.errors import UserError
 from blockpilot.models.pair import Pair
 from blockpilot.oracle.cache import CacheKey, CacheRow, LabelCache, prompts_digest
 from blockpilot.oracle.enumeration import enumerate_block_sizes
@@ -156,6 +157,8 @@ def sample_id(row: PromptRow, turn: int) -> str:
 
 def _stored(row: PromptRow, turn: int, record: OracleRecord, seed: int, oracle: OracleConfig) -> CacheRow:
     assert record.logits is not None and record.hidden is not None
+    if not bool(record.logits.isfinite().all()):
+        raise UserError(f"the target's logits for prompt {row.id!r} are not finite; expected a target that computes")
     table = record.acceptance_table
     sparse = sparse_distributions(record.logits[None], oracle.tail_mass)
     return CacheRow(

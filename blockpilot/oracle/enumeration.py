@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from blockpilot.decoding.engine import Generation, Prefill, generate
+from blockpilot.decoding.engine import Generation, Prefill, check_prompts, generate
+from blockpilot.decoding.sampling import Sampling
 from blockpilot.models.pair import Pair
 from blockpilot.oracle.record import OracleRecord
 from blockpilot.oracle.replay import check_block_sizes, check_convention
@@ -45,7 +46,8 @@ def enumerate_block_sizes(
     candidates = check_block_sizes(block_sizes)
     uncut = check_convention(tau_convention)
     records = []
-    for prompt in prompts:
+    Sampling(temperature, top_p, top_k, seed)  # refuses what is out of range, even where there is no prompt
+    for prompt in check_prompts(pair, prompts, max_new_tokens):
         lengths: dict[int, list[int]] = {}
         for block_size in candidates:
             policy = _Fixed(block_size)
@@ -56,7 +58,7 @@ def enumerate_block_sizes(
             lengths[block_size] = _counted(out, uncut)
         assert policy.prefill is not None
         logits, hidden = policy.prefill.logits.float().cpu(), policy.prefill.hidden.float().cpu()
-        records.append(OracleRecord(list(prompt), out.output_ids, lengths, logits, hidden))
+        records.append(OracleRecord(prompt, out.output_ids, lengths, logits, hidden))
     return records
 
 

@@ -63,7 +63,7 @@ class BatchMemory:
         order = sorted(range(len(costs)), key=lambda i: costs[i])
         while order:
             group = order[: self._size(costs, order, batch_size)]
-            if self._fits(work, group):
+            if self.fits(lambda group=group: work(group)):
                 order = order[len(group) :]
             else:
                 self._halve(len(group) * costs[group[-1]])
@@ -78,9 +78,10 @@ class BatchMemory:
             size += 1
         return size
 
-    def _fits(self, work: Callable[[list[int]], None], group: list[int]) -> bool:
+    def fits(self, work: Callable[[], None]) -> bool:
+        """Does the work; whether memory was enough."""
         try:
-            work(group)
+            work()
         except (RuntimeError, MemoryError) as error:
             if not _out_of_memory(error):
                 raise

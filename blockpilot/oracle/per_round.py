@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from blockpilot.decoding.trajectory import Trajectory
+from blockpilot.errors import UserError, brief
 from blockpilot.oracle.wavefront import Ints, Wavefront
 
 
@@ -72,12 +74,13 @@ def best_sequence(table: Tensor, candidates: Sequence[int], costs: Tensor | None
     Args:
         table: ``[N - 1, K]``: tokens committed from each anchor by each candidate, cut at the end of the output or not.
         candidates: the K block sizes, rising.
-        costs: of a round, ``[K]`` or, where they change along the output, ``[N - 1, K]``; None is 1.
+        costs: of a round, above 0, ``[K]`` or, where they change along the output, ``[N - 1, K]``; None is 1.
+
+    Raises:
+        UserError: shapes differ, a round commits nothing, or a cost is not finite and above 0.
     """
-    count = len(table)
-    committed = table.numpy()
-    price = np.ones(len(candidates)) if costs is None else costs.double().numpy()
-    price = np.broadcast_to(price, (count, len(candidates)))
+    committed, price = _checked(table, len(candidates), costs)
+    count = len(committed)
     least = np.zeros(count + 1)
     choice = np.zeros(count, dtype=np.int64)
     for place in range(count - 1, -1, -1):
@@ -98,10 +101,12 @@ def cost_of_one_size(table: Tensor, costs: Tensor | None = None) -> Tensor:
     Args:
         table: ``[N - 1, K]``, as in :func:`best_sequence`.
         costs: as there.
+
+    Raises:
+        UserError: as there.
     """
-    committed, count = table.numpy(), len(table)
-    price = np.ones((1, 1)) if costs is None else costs.double().numpy()
-    price = np.broadcast_to(price, table.shape)
+    committed, price = _checked(table, table.shape[-1], costs)
+    count = len(committed)
     place, total = np.zeros(table.shape[1], dtype=np.int64), np.zeros(table.shape[1])
     columns = np.arange(table.shape[1])
     while count > 0 and (open_K := place < count).any():
@@ -109,3 +114,19 @@ def cost_of_one_size(table: Tensor, costs: Tensor | None = None) -> Tensor:
         total[open_K] += price[at, of]
         place[open_K] += committed[at, of]
     return torch.from_numpy(total)
+
+
+def _checked(table: Tensor, candidates: int, costs: Tensor | None) -> tuple[Ints, NDArray[np.float64]]:
+    """Table and costs as arrays, both ``[N - 1, K]``."""
+    if table.ndim != 2 or table.shape[1] != candidates or table.is_floating_point() or bool((table < 1).any()):
+        raise UserError(
+            f"an acceptance table of shape {list(table.shape)} and {table.dtype} is not allowed; expected "
+            f"[anchors, {candidates}] whole numbers of at least 1"
+        )
+    price = torch.ones(candidates) if costs is None else torch.as_tensor(costs).detach()
+    fits = tuple(price.shape) in ((candidates,), tuple(table.shape))
+    if not fits or not bool((price.isfinite() & (price > 0)).all()):
+        raise UserError(
+            f"costs={brief(price.tolist())} is not allowed; expected finite numbers above 0 of {candidates} block sizes"
+        )
+    return table.cpu().numpy(), np.broadcast_to(price.double().cpu().numpy(), tuple(table.shape))

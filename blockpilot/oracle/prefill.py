@@ -39,7 +39,7 @@ def sparsify(probs_NV: Tensor, tail_mass: float) -> Distributions:
         tail_mass: probability mass that may be dropped, in [0, 1); 0 keeps every non-zero entry.
     """
     num_rows, vocab_size = probs_NV.shape
-    single = _single_row(probs_NV, tail_mass) if num_rows == 1 else None
+    single = _single_row(probs_NV, tail_mass) if num_rows == 1 and tail_mass > 0 else None
     if single is not None:
         return single
     counts, threshold = _cut(probs_NV, tail_mass)

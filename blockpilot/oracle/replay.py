@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from blockpilot.decoding.engine import check_prompt
+from blockpilot.decoding.engine import check_prompts
+from blockpilot.decoding.sampling import Sampling
 from blockpilot.decoding.trajectory import Trajectory, generate_batch
 from blockpilot.errors import UserError, integer, integers
 from blockpilot.models.pair import Pair
@@ -68,14 +69,16 @@ def replay(
     uncut = check_convention(tau_convention)
     if integer("batch_size", batch_size) < 1:
         raise UserError(f"batch_size={batch_size!r} is not allowed; expected a number of at least 1")
-    memory = BatchMemory(max_batch_tokens, pair.device, max(candidates))
+    checked = check_prompts(pair, prompts, max_new_tokens)
+    Sampling(temperature, top_p, top_k, seed)  # refuses what is out of range, even where there is no prompt
+    memory = BatchMemory(max_batch_tokens, pair.device, min(max(candidates), pair.max_positions))
     records: dict[int, OracleRecord] = {}
 
     def label(members: list[int]) -> None:
         trajectories = generate_batch(
-            pair, [prompts[i] for i in members], max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p,
+            pair, [checked[i] for i in members], max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p,
             top_k=top_k, seed=seed, stop_token_ids=stop_token_ids, features=True,
-            beyond=max(candidates) if uncut else 0,
+            beyond=min(max(candidates), pair.max_positions) if uncut else 0,
         )  # fmt: skip
         front = wavefront_of(pair, trajectories, max(candidates), memory.tokens)
         tables = [None] * len(members)
@@ -90,9 +93,10 @@ def replay(
                 None if table is None else torch.from_numpy(table), t.features.clone() if keep_features else None,
             )  # fmt: skip
 
-    costs = [len(check_prompt(pair, prompt, max_new_tokens)) + max_new_tokens for prompt in prompts]
+    # a longer output has no positions
+    costs = [min(len(prompt) + max_new_tokens, pair.max_positions + 1) for prompt in checked]
     memory.work_off(costs, batch_size, label)
-    return [records[index] for index in range(len(prompts))]
+    return [records[index] for index in range(len(checked))]
 
 
 def check_block_sizes(block_sizes: Sequence[int]) -> tuple[int, ...]:
@@ -102,8 +106,8 @@ def check_block_sizes(block_sizes: Sequence[int]) -> tuple[int, ...]:
         UserError: none given, or one below 1.
     """
     candidates = tuple(sorted(set(integers("block_sizes", block_sizes))))
-    if not candidates or candidates[0] < 1:
-        raise UserError(f"block_sizes={list(block_sizes)} is not allowed; expected at least one, each 1 or more")
+    if not candidates or candidates[0] < 1 or candidates[-1] >= 2**31:
+        raise UserError(f"block_sizes={list(block_sizes)} is not allowed; expected at least one, each 1 to 2**31 - 1")
     return candidates
 
 
@@ -126,7 +130,8 @@ def follow_chains(
     """Acceptance lengths per trajectory and candidate, by drafting each chain's blocks one after the other."""
     lengths: list[dict[int, list[int]]] = [{b: [] for b in candidates} for _ in trajectories]
     rows_C = np.repeat(np.arange(len(trajectories)), len(candidates))
-    sizes_C = np.tile(np.array(candidates), len(trajectories))
+    # a block never reaches past the models' positions, however large its size
+    sizes_C = np.tile(np.minimum(candidates, front.limit), len(trajectories))
     starts_C = np.array([len(t.prompt_ids) for t in trajectories], dtype=np.int64)[rows_C]
     ends_C = starts_C + np.array([len(t.output_ids) - 1 for t in trajectories], dtype=np.int64)[rows_C]
     anchors_C, rounds_C = starts_C.copy(), np.zeros_like(starts_C)
@@ -140,8 +145,8 @@ def follow_chains(
         whole = front.right(rows_C[step], anchors_C[step], sizes_C[step]) + 1
         committed = np.minimum(whole, ends_C[step] - anchors_C[step])
         counted = whole if uncut else committed
-        for row, size, length in zip(rows_C[step].tolist(), sizes_C[step].tolist(), counted.tolist(), strict=True):
-            lengths[row][size].append(length)
+        for chain, length in zip(step.tolist(), counted.tolist(), strict=True):
+            lengths[chain // len(candidates)][candidates[chain % len(candidates)]].append(length)
         anchors_C[step] += committed
         rounds_C[step] += 1
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import torch
@@ -69,19 +70,33 @@ def simulate(
     if integer("batch_size", batch_size) < 1:
         raise UserError(f"batch_size={batch_size!r} is not allowed; expected a number of at least 1")
     memory = BatchMemory(max_batch_tokens, pair.device, 1)
+    records = list(records)
     policies = _one_each(policy, len(records))
-    shared = any(hasattr(one, "update") for one in policies) and not isinstance(policy, Sequence)
+    # state that several prompts share must see them one after the other
+    stateful = [id(one) for one in policies if _updates(one)]
+    shared = len(set(stateful)) < len(stateful)
     costs = [len(record.prompt_ids) + len(record.output_ids) for record in records]
     done: list[Simulation] = []
     for group in memory.in_order(costs, 1 if shared else batch_size):
         members = [_Prompt(pair, records[i], policies[i]) for i in group]
-        _run(pair, members, memory.tokens)
+        # policies cannot be asked again, so what does not fit is not tried in parts
+        if not memory.fits(lambda members=members: _run(pair, members, memory.tokens)):
+            raise UserError(
+                f"out of memory on {pair.device} with max_batch_tokens={memory.tokens}; expected a smaller number"
+            )
         done += [Simulation(one.lengths, one.sizes, one.first) for one in members]
     return done
 
 
+def _updates(policy: BlockSizePolicy) -> bool:
+    return getattr(policy, "update", None) is not None
+
+
 def _one_each(policy: BlockSizePolicy | Sequence[BlockSizePolicy], count: int) -> Sequence[BlockSizePolicy]:
-    policies = policy if isinstance(policy, Sequence) else [policy] * count
+    if hasattr(policy, "choose") or not isinstance(policy, Sequence):
+        policies = [cast(BlockSizePolicy, policy)] * count
+    else:
+        policies = list(policy)
     if len(policies) != count:
         raise UserError(f"{len(policies)} policies for {count} records; expected one for each, or a single policy")
     for one in policies:
@@ -102,7 +117,7 @@ def _run(pair: Pair, members: list[_Prompt], max_tokens: int) -> None:
         if asked:
             front = front or _front(pair, members, max_tokens)
             anchors = np.array([members[row].anchor for row in asked])
-            sizes = np.array([members[row].size for row in asked])
+            sizes = np.array([min(members[row].size, pair.max_positions) for row in asked])
             for row, right in zip(asked, front.right(np.array(asked), anchors, sizes).tolist(), strict=True):
                 committed[row] = right + 1
         for row in rows:
@@ -125,7 +140,7 @@ class _Prompt:
     def __init__(self, pair: Pair, record: OracleRecord, policy: BlockSizePolicy) -> None:
         self.pair, self.record, self.policy = pair, record, policy
         self.candidates = list(record.acceptance_lengths)
-        self.updates = hasattr(policy, "update")
+        self.updates = _updates(policy)
         self.lengths: list[int] = []
         self.sizes: list[int] = []
         self.left = len(record.output_ids) - 1

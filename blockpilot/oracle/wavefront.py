@@ -61,7 +61,7 @@ class Wavefront:
         self.limit = min(pair.max_positions, pair.max_drafter_positions)
         kind = pair.device.type if pair.device.type in _PASS_TOKENS else "cuda"
         self.pass_tokens, self.pass_price = min(max_tokens, _PASS_TOKENS[kind]), _PASS_PRICE[kind]
-        self.context = self._project([text.features for text in texts], widest)
+        self.context = self._project([text.features for text in texts], min(widest, self.limit))
         # -1, which no draft equals, behind the known end
         width = max((len(text.token_ids) for text in texts), default=0)
         rows = [text.token_ids + [-1] * (width - len(text.token_ids)) for text in texts]

@@ -70,7 +70,8 @@ def _acceptance_lengths(path: Path) -> dict[str, float]:
     content = _read(path)
     for prompt, value in content.items():
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not (math.isnan(value) or 1 <= value < math.inf):
+        # compared before it becomes a float, which a long number cannot
+        if not number or not (value != value or 1 <= value < 2**31):
             raise UserError(
                 f"{path}: prompt {prompt!r} is {brief(value)}; expected a mean acceptance length, 1 or more"
             )
@@ -101,7 +102,7 @@ def _read(path: Path) -> dict[str, Any]:
     """A JSON object that is not empty."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(content, dict) or not content:
         raise UserError(f'{path} holds {brief(content)}; expected numbers by prompt, as in {{"0": 6.5}}')

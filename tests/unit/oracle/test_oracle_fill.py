@@ -23,6 +23,7 @@ from blockpilot.errors import UserError
 from blockpilot.models import Pair
 from blockpilot.oracle import LabelCache, fill, open_cache
 from blockpilot.oracle.collect import cache_key, label_rows, sample_id
+from blockpilot.oracle.prefill import sparsify
 from blockpilot.prompts import PromptRow
 from tests.toy import EOS, Changing, make_drafter, make_pair, make_prompts, make_target, word
 
@@ -396,3 +397,21 @@ def test_labels_are_those_of_any_policys_run() -> None:
     assert out.output_ids == record.output_ids
     assert out.acceptance_lengths[0] == record.acceptance_lengths[5][0]
     assert EOS in pair().stop_token_ids
+
+
+def test_a_single_row_keeps_every_entry_where_no_tail_is_dropped() -> None:
+    """Sums of probabilities in fp32 reach 1 before the last of them."""
+    generator = torch.Generator().manual_seed(0)
+    for scale in range(1, 21):
+        probs = (torch.randn(1, 5000, generator=generator) * scale).softmax(-1)
+        alone, twice = sparsify(probs, 0.0), sparsify(probs.repeat(2, 1), 0.0)
+        assert len(alone.probs) == int((probs > 0).sum()) == int(twice.offsets[1])
+
+
+def test_logits_that_are_not_finite_are_told(tmp_path: Path) -> None:
+    broken = make_pair(seed=5)
+    head: Any = broken.target.get_output_embeddings()
+    torch.nn.init.constant_(head.weight, torch.nan)
+    for tail_mass in (0.0, 1e-3):
+        with pytest.raises(UserError, match="the target's logits for prompt .* are not finite"):
+            filled(tmp_path, pair=broken, oracle=OracleConfig(radius=0, tail_mass=tail_mass))

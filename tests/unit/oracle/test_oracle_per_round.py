@@ -10,6 +10,7 @@ import torch
 
 from blockpilot import oracle
 from blockpilot.decoding import generate
+from blockpilot.errors import UserError
 from blockpilot.oracle import best_sequence
 from tests.toy import Changing, make_scripted_pair
 from tests.unit.oracle.test_oracle_replay import PAIRS, PROMPTS, SIZES, random_pair
@@ -92,6 +93,23 @@ def test_the_cost_of_one_size_is_that_of_its_rounds() -> None:
     assert oracle.cost_of_one_size(table, costs).tolist() == [5, 10]
     assert oracle.cost_of_one_size(table, torch.tensor([0.5, 2.0])).tolist() == [1, 2]
     assert oracle.cost_of_one_size(torch.empty(0, 2, dtype=torch.int64)).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("table", "costs", "message"),
+    [
+        ([[0, 2], [1, 1]], None, "expected .* whole numbers of at least 1"),
+        ([[1, 2, 3]], None, "shape .*1, 3.* expected .*anchors, 2"),
+        ([[1.0, 2.0]], None, "torch.float32 is not allowed"),
+        ([[1, 2]], [float("nan"), 1.0], "finite numbers above 0"),
+        ([[1, 2]], [float("inf"), 1.0], "finite numbers above 0"),
+        ([[1, 2]], [0.0, 1.0], "finite numbers above 0"),
+        ([[1, 2]], [1.0, 1.0, 1.0], "finite numbers above 0 of 2 block sizes"),
+    ],
+)
+def test_tables_and_costs_that_are_none(table: list, costs: list | None, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        best_sequence(torch.tensor(table), [4, 8], None if costs is None else torch.tensor(costs))
 
 
 def test_uncut_entries_end_the_output() -> None:

@@ -230,3 +230,25 @@ def test_what_is_refused(method: str, changes: dict[str, Any], message: str) -> 
 )
 def test_candidates(trained: int, radius: int, expected: tuple[int, ...]) -> None:
     assert candidate_block_sizes(trained, radius) == expected
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_huge_sizes_reach_as_far_as_the_models_do(method: str) -> None:
+    (record,) = METHODS[method](make_scripted_pair(3), [[9, 20]], [4, 10**9], max_new_tokens=9)
+    assert record.acceptance_lengths == {4: [4, 4], 10**9: [4, 4]}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_prompts_of_any_kind_of_list(method: str) -> None:
+    pair = make_scripted_pair(3)
+    expected = METHODS[method](pair, [[9, 20], [11]], [4], max_new_tokens=9)
+    for prompts in ((torch.tensor(p) for p in ([9, 20], [11])), ((9, 20), (11,))):
+        found = METHODS[method](pair, prompts, [4], max_new_tokens=9)
+        assert [r.prompt_ids for r in found] == [[9, 20], [11]]
+        assert [r.acceptance_lengths for r in found] == [r.acceptance_lengths for r in expected]
+    for prompts, message in ((None, "prompts=None"), (5, "prompts=5"), ([5], "prompt_ids is a int")):
+        with pytest.raises(UserError, match=message):
+            METHODS[method](pair, prompts, [4], max_new_tokens=9)
+    for options in ({"max_new_tokens": 9, "temperature": -1.0}, {"max_new_tokens": 9, "top_p": 0.0}):
+        with pytest.raises(UserError):
+            METHODS[method](pair, [], [4], **options)

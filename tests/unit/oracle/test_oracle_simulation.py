@@ -162,3 +162,34 @@ def test_what_is_refused(policy: Any, options: dict[str, Any], message: str) -> 
     records = oracle.replay(pair, PROMPTS, SIZES, **OPTIONS)
     with pytest.raises(UserError, match=message):
         simulate(pair, records, policy, **options)
+
+
+def test_a_policy_that_is_in_the_list_twice_sees_its_prompts_one_by_one() -> None:
+    pair = random_pair()
+    records = [bare(record) for record in oracle.replay(pair, PROMPTS, SIZES, **OPTIONS)]
+    expected = decoded(pair, ByLogits(SIZES), **OPTIONS)
+    assert simulated(pair, records, [ByLogits(SIZES)] * len(PROMPTS)) == expected
+
+
+def test_an_update_of_none_and_huge_sizes() -> None:
+    class Once:
+        update = None
+
+        def choose(self, prefill: Prefill) -> int:
+            return 2**63
+
+    pair = random_pair()
+    records = [bare(record) for record in oracle.replay(pair, PROMPTS, SIZES, **OPTIONS)]
+    assert simulated(pair, records, Once()) == decoded(pair, Once(), **OPTIONS)
+
+
+def test_memory_that_runs_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = random_pair()
+    records = oracle.replay(pair, PROMPTS, SIZES, keep_features=True, **OPTIONS)
+
+    def no_memory(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(type(pair.drafter), "forward", no_memory)
+    with pytest.raises(UserError, match="out of memory on cpu with max_batch_tokens=32768; expected a smaller number"):
+        simulate(pair, records, FixedPolicy(11))
