@@ -236,7 +236,21 @@ def _optional_checks(table: pa.Table, key: CacheKey) -> Iterator[tuple[str, np.n
         yield "its hidden state is not as long as the others", lengths["hidden"] != lengths["hidden"][0]
     if key.per_round:
         size = (_lengths(table, "output_tokens") - 1) * len(key.block_sizes)
-        yield "its acceptance table has not the size of positions by candidates", lengths["acceptance_table"] != size
+        odd = lengths["acceptance_table"] != size
+        yield "its acceptance table has not the size of positions by candidates", odd
+        if not odd.any():
+            yield "an entry of its acceptance table cannot be", _impossible_entries(table, key)
+
+
+def _impossible_entries(table: pa.Table, key: CacheKey) -> np.ndarray:
+    """Rows with an entry that is below 1, above its block size or, where rounds are cut, above the tokens left."""
+    entries, row_of_each = _flat(table, "acceptance_table"), _row_of_each(table, "acceptance_table")
+    starts = list_parts(table["acceptance_table"].combine_chunks())[0][:-1]
+    anchor, column = np.divmod(np.arange(len(entries)) - starts[row_of_each], len(key.block_sizes))
+    most = np.array(key.block_sizes)[column]
+    if key.tau_convention == "committed":
+        most = np.minimum(most, (_lengths(table, "output_tokens") - 1)[row_of_each] - anchor)
+    return _are_in(row_of_each[(entries < 1) | (entries > most)], table.num_rows)
 
 
 def _wrong_counts(state: ShardState, prompts: int) -> Iterator[str]:

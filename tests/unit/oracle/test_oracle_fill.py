@@ -413,5 +413,5 @@ def test_logits_that_are_not_finite_are_told(tmp_path: Path) -> None:
     head: Any = broken.target.get_output_embeddings()
     torch.nn.init.constant_(head.weight, torch.nan)
     for tail_mass in (0.0, 1e-3):
-        with pytest.raises(UserError, match="the target's logits for prompt .* are not finite"):
+        with pytest.raises(UserError, match=r"the target's logits for prompt .* are not finite"):
             filled(tmp_path, pair=broken, oracle=OracleConfig(radius=0, tail_mass=tail_mass))
