@@ -22,7 +22,6 @@ import gc
 import json
 import multiprocessing
 import os
-import re
 import statistics
 import tempfile
 import time
@@ -35,7 +34,7 @@ from typing import Any, cast
 import numpy as np
 import pyarrow.parquet as pq
 import torch
-from shared import machine
+from shared import machine, status_mib
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from blockpilot.decoding.sampling import signed_prompt_key
@@ -166,16 +165,10 @@ def memory_growth(folder: Path, read: Callable[[LabelCache], int]) -> float:
 def _growth(folder: Path, read: Callable[[LabelCache], int]) -> float:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    before = _status_mib("VmRSS")
+    before = status_mib("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from here
     read(LabelCache.existing(folder))
-    return _status_mib("VmHWM") - before
-
-
-def _status_mib(field: str) -> float:
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) / 1024
+    return status_mib("VmHWM") - before
 
 
 # --- Parquet layouts

@@ -20,7 +20,6 @@ import ctypes
 import gc
 import multiprocessing
 import os
-import re
 import statistics
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from typing import Any
 
 import torch
 from engines import Subject, engine, subject
-from shared import CLOCKS, Clock, machine, quartiles, seconds
+from shared import CLOCKS, Clock, machine, quartiles, seconds, status_mib
 
 import blockpilot as bp
 from blockpilot.config import PredictorConfig, load_preset
@@ -177,17 +176,11 @@ def _peak(
         peak = torch.cuda.max_memory_allocated() / 2**20
     else:
         ctypes.CDLL(None).malloc_trim(0)  # what the warm-up freed would hide what the decode takes
-        before = _status_mib("VmRSS")
+        before = status_mib("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from here
         run(given.prompts[0])
-        peak = _status_mib("VmHWM")
+        peak = status_mib("VmHWM")
     return peak, peak - before
-
-
-def _status_mib(field: str) -> float:
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) / 1024
 
 
 # --- the table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -42,6 +43,13 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """Median, lower and upper quartile."""
     low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
     return median, low, high
+
+
+def status_mib(field: str) -> float:
+    """``VmRSS``, ``VmHWM`` or the like of this process, in MiB; Linux alone."""
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) / 1024
 
 
 def machine(packages: Sequence[str] = ("torch", "transformers")) -> str:

@@ -93,7 +93,8 @@ class BatchMemory:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        tried, self.tokens = min(self.tokens, max(held, self.least)), min(self.tokens, max(held, self.least)) // 2
+        tried = min(self.tokens, max(held, self.least))
+        self.tokens = tried // 2
         if self.tokens < self.least:
             raise UserError(
                 f"out of memory on {self.device} with {tried} tokens at once, as few as one prompt and a block take; "

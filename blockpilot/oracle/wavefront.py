@@ -27,9 +27,9 @@ from blockpilot.models.pair import Pair
 Ints = NDArray[np.int64]
 
 _PASS_TOKENS = {"cpu": 2048, "cuda": 1 << 14}
-"""Tokens of a pass beyond which a larger one is no faster, memory permitting."""
+"""Most tokens of a pass, memory permitting: enough to fill the processor. The figure for CUDA is a guess."""
 _PASS_PRICE = {"cpu": 128, "cuda": 2048}
-"""Tokens that cost as much as one more pass: that many may be padding."""
+"""Tokens of a pass that may be padding, rather than one more pass. Both figures are guesses."""
 _LOGITS = 1 << 26
 """Most logits held at once."""
 _FIRST_STAGE = 4

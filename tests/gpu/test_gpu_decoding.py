@@ -33,14 +33,6 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[Rounds]:
     return made
 
 
-@pytest.fixture(scope="module")
-def pair() -> Pair:
-    made = make_pair(seed=5, layers=3, eos=None)
-    for model in (made.target, made.drafter):
-        torch.nn.Module.to(model, "cuda")
-    return made
-
-
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("block_size", SIZES)
 def test_captured_rounds_decode_what_the_cpu_decodes(

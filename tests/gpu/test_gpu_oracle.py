@@ -17,14 +17,6 @@ PROMPTS = make_prompts([4, 16, 1, 9, 17], seed=3)
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "top_k": 12, "seed": 5}
 
 
-@pytest.fixture(scope="module")
-def pair() -> Pair:
-    made = make_pair(seed=5, layers=3, eos=None)
-    for model in (made.target, made.drafter):
-        torch.nn.Module.to(model, "cuda")
-    return made
-
-
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_replay_equals_enumeration_and_the_cpu(pair: Pair, options: dict[str, Any]) -> None:
     cpu = make_pair(seed=5, layers=3, eos=None)
