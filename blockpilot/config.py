@@ -256,7 +256,11 @@ class PredictorConfig:
     loss: str = "ce"
     """ce (paper), soft (cross-entropy against a softmax of the tau curve) or regret (expected regret)."""
     soft_temperature: float = 0.05
-    """Softmax temperature of loss=soft, in units of the relative tau difference."""
+    """Softmax temperature of loss=soft, in units of the relative difference in utility."""
+    class_weights: str = "none"
+    """Weights of the candidates in loss=ce: none, or balanced (one over a candidate's share of the best labels)."""
+    min_gain: float | None = None
+    """Keep B unless another candidate's expected relative gain in utility exceeds this; null: the highest score."""
 
     def __post_init__(self) -> None:
         require(self.k >= 0, "predictor.k", self.k, "a number of at least 0")
@@ -265,6 +269,15 @@ class PredictorConfig:
         require(0 <= self.dropout < 1, "predictor.dropout", self.dropout, "a number in [0, 1)")
         _one_of("predictor.loss", self.loss, ("ce", "soft", "regret"))
         require(self.soft_temperature > 0, "predictor.soft_temperature", self.soft_temperature, "a number above 0")
+        _one_of("predictor.class_weights", self.class_weights, ("none", "balanced"))
+        require(
+            self.class_weights == "none" or self.loss == "ce",
+            "predictor.class_weights",
+            self.class_weights,
+            f"none with predictor.loss={self.loss}; only ce has classes",
+        )
+        fine = self.min_gain is None or self.min_gain >= 0
+        require(fine, "predictor.min_gain", self.min_gain, "a number of at least 0, as 0.01 for 1 %, or null")
 
 
 @dataclass
@@ -272,10 +285,11 @@ class ObjectiveConfig:
     """What the best block size is best at."""
 
     name: str = "tau"
-    """tau (paper): acceptance length."""
+    """Utility that labels, losses and regret are about: tau (paper; acceptance length), or speed (tokens per second of
+    rounds by evaluation.latency_profile)."""
 
     def __post_init__(self) -> None:
-        _one_of("objective.name", self.name, ("tau",))
+        _one_of("objective.name", self.name, ("tau", "speed"))
 
 
 @dataclass
@@ -285,7 +299,7 @@ class TrainerConfig:
     max_epochs: int = 60
     """Most passes over the training prompts."""
     batch_size: int = 64
-    """Prompts per optimizer step."""
+    """Prompts per optimizer step, over all processes."""
     learning_rate: float = 1e-3
     """AdamW step size."""
     weight_decay: float = 0.01
@@ -296,6 +310,10 @@ class TrainerConfig:
     """Share of the training prompts, by a hash of their ids, kept for validation."""
     test_share: float = 0.2
     """Share kept for testing where a data set brings no test prompts of its own."""
+    devices: int = 1
+    """Processes that train side by side (DDP), on a GPU one each. batch_size is that of all of them."""
+    resume: bool = False
+    """Go on from checkpoints/last.ckpt of this output folder (hydra.run.dir=FOLDER), if there is one."""
 
     def __post_init__(self) -> None:
         require(self.max_epochs >= 1, "trainer.max_epochs", self.max_epochs, "a number of at least 1")
@@ -303,6 +321,7 @@ class TrainerConfig:
         require(0 < self.learning_rate < 1e3, "trainer.learning_rate", self.learning_rate, "a number in (0, 1000)")
         require(0 <= self.weight_decay < 1e3, "trainer.weight_decay", self.weight_decay, "a number in [0, 1000)")
         require(self.patience >= 1, "trainer.patience", self.patience, "a number of at least 1")
+        require(self.devices >= 1, "trainer.devices", self.devices, "a number of at least 1")
         for name in ("validation_share", "test_share"):
             require(0 < getattr(self, name) < 1, f"trainer.{name}", getattr(self, name), "a number in (0, 1)")
 
@@ -471,6 +490,18 @@ class TrainConfig(CollectRunConfig):
             f"at most oracle.radius={self.oracle.radius}; raise oracle.radius to collect labels for more block sizes",
         )
         _require_committed(self.oracle)
+        require(
+            self.trainer.devices == 1 or self.evaluation.every_n_epochs == 0,
+            "evaluation.every_n_epochs",
+            self.evaluation.every_n_epochs,
+            f"0 with trainer.devices={self.trainer.devices}: decoding beside training would be timed with it",
+        )
+        require(
+            self.objective.name == "tau" or self.evaluation.latency_profile is not None,
+            "objective",
+            self.objective.name,
+            "tau where evaluation.latency_profile is null; speed needs the costs of rounds",
+        )
         needs = {"logits": "oracle.store_logits", "hidden": "oracle.store_hidden"}.get(self.preprocess.kind)
         if needs is not None and not getattr(self.oracle, needs.removeprefix("oracle.")):
             raise UserError(f"preprocess={self.preprocess.kind} needs {needs}=true, got false")

@@ -18,8 +18,10 @@ from torch import nn
 
 from blockpilot.learning.module import BlockSizeModule
 
-MONITORED = "val/regret"
-"""What training minimises over its epochs."""
+
+def monitored(objective: str) -> str:
+    """The figure that training minimises over its epochs: regret in the objective's utility."""
+    return "val/regret" if objective == "tau" else f"val/regret_{objective}"
 
 
 class DecodingEvaluation(Callback):
@@ -87,19 +89,25 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-def early_stopping_and_checkpoint(patience: int, dirpath: str | Path) -> list[Callback]:
-    """Stops when ``val/regret`` has not fallen for ``patience`` epochs, and keeps the epoch where it was lowest.
+LAST = "last.ckpt"
+"""Checkpoint of the last epoch, from which training can be resumed."""
 
-    The checkpoint is ``<dirpath>/epoch-<number>.ckpt``: a metric's name in it would make folders of its "/" and break
-    Hydra overrides with its "=".
+
+def early_stopping_and_checkpoints(patience: int, dirpath: str | Path, figure: str) -> list[Callback]:
+    """Stops when ``figure`` has not fallen for ``patience`` epochs; keeps the epoch where it was lowest, and the last.
+
+    The best is ``<dirpath>/epoch-<number>.ckpt``, weights only: a metric's name in it would make folders of its "/" and
+    break Hydra overrides with its "=". The last, ``<dirpath>/last.ckpt``, holds all that a resumed run needs.
     """
-    stopping = EarlyStopping(monitor=MONITORED, mode="min", patience=patience)
-    checkpoint = ModelCheckpoint(
+    best = ModelCheckpoint(
         dirpath=dirpath,
         filename="epoch-{epoch:03d}",
-        monitor=MONITORED,
+        monitor=figure,
         mode="min",
         save_top_k=1,
+        save_weights_only=True,
         auto_insert_metric_name=False,
     )
-    return [stopping, checkpoint]
+    # after the best one, whose score it records
+    last = ModelCheckpoint(dirpath=dirpath, filename=LAST.removesuffix(".ckpt"), enable_version_counter=False)
+    return [EarlyStopping(monitor=figure, mode="min", patience=patience), best, last]

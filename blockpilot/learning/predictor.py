@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from blockpilot.learning.decision import Decision
 from blockpilot.learning.features import Features
 
 FEW_TOKENS = 64
@@ -72,6 +73,8 @@ class BlockSizePredictor(nn.Module):
         width: units per hidden layer.
         dropout: dropout probability after each hidden layer.
         residual: add a hidden layer's input to its output, for every hidden layer after the first.
+        always_block_size: B, what ``min_gain`` falls back to; the middle candidate if not given.
+        min_gain: see :class:`~blockpilot.learning.decision.Decision`; None chooses the highest score.
     """
 
     def __init__(
@@ -84,6 +87,8 @@ class BlockSizePredictor(nn.Module):
         width: int = 2048,
         dropout: float = 0.2,
         residual: bool = True,
+        always_block_size: int | None = None,
+        min_gain: float | None = None,
     ):
         super().__init__()
         self.input_size = input_size
@@ -93,6 +98,9 @@ class BlockSizePredictor(nn.Module):
         self.hidden = nn.ModuleList(nn.Linear(width, width) for _ in range(depth - 1))
         self.head = nn.Linear(width, len(self.block_sizes))
         self.dropout = dropout
+        sizes = self.block_sizes
+        always = len(sizes) // 2 if always_block_size is None else sizes.index(always_block_size)
+        self.decision = Decision(len(sizes), always, min_gain)
 
     def forward(self, features: Features) -> Tensor:
         """Scores, ``[N, K]``."""
@@ -107,14 +115,16 @@ class BlockSizePredictor(nn.Module):
         return nn.functional.dropout(active, self.dropout) if self.training else active
 
     @torch.no_grad()
-    def choose(self, features: Features) -> Tensor:
-        """Block sizes with the highest score, int64 ``[N]`` on the CPU; dropout is off whatever the mode."""
+    def scores(self, features: Features) -> Tensor:
+        """Scores without dropout whatever the mode, ``[N, K]`` where the weights are."""
         was_training = self.training
-        if was_training:
-            self.eval()
+        self.eval()
         try:
-            columns = self(features.to(self.head.weight.device)).argmax(dim=-1)
+            return self(features.to(self.head.weight.device))
         finally:
-            if was_training:
-                self.train()
+            self.train(was_training)
+
+    def choose(self, features: Features) -> Tensor:
+        """Block sizes by the :attr:`decision`, int64 ``[N]`` on the CPU; dropout is off whatever the mode."""
+        columns = self.decision(self.scores(features))
         return torch.tensor([self.block_sizes[column] for column in columns.tolist()])

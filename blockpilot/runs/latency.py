@@ -75,10 +75,14 @@ def contexts(table: LabelTable) -> Tensor:
     return prompt_N + (1 + table.committed_tokens[:, 0]) / 2
 
 
+def round_seconds(table: LabelTable, profile: LatencyProfile) -> Tensor:
+    """Seconds of a round of every candidate at every prompt's context, float64 ``[N, K]``."""
+    return profile.round_seconds_of(table.block_sizes, contexts(table))
+
+
 def utilities(table: LabelTable, profile: LatencyProfile) -> Tensor:
     """Tokens per second of every candidate, float64 ``[N, K]``; NaN without rounds."""
-    seconds_NK = profile.round_seconds_of(table.block_sizes, contexts(table))
-    return speed_utility(table.committed_tokens, table.rounds * seconds_NK)
+    return speed_utility(table.committed_tokens, table.rounds * round_seconds(table, profile))
 
 
 def round_costs(

@@ -12,13 +12,17 @@ from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 
 from blockpilot.config import LoggerConfig, require
 from blockpilot.errors import UserError
+from blockpilot.runs.processes import is_first
+
+_RUN_ID = "wandb_run_id.txt"
+"""In the output folder: the W&B run, for a job that goes on."""
 
 
 @contextmanager
 def job_logger(
-    config: LoggerConfig, folder: Path, run_config: Mapping[str, Any], group: str | None
+    config: LoggerConfig, folder: Path, run_config: Mapping[str, Any], group: str | None, resume: bool = False
 ) -> Iterator[Logger | None]:
-    """The configured logger, or None for ``kind=none``.
+    """The configured logger; None for ``kind=none``, and in all processes of a training but the first.
 
     W&B gets one run per job: it is finished in every case, with exit code 1 if the job failed, so that the next job
     of a multirun opens its own.
@@ -28,8 +32,9 @@ def job_logger(
         folder: output folder of the job.
         run_config: the resolved configuration, logged as hyper-parameters.
         group: W&B group where the configuration names none: the sweep.
+        resume: go on in the W&B run of an earlier job in this folder, if there was one.
     """
-    if config.kind == "none":
+    if config.kind == "none" or not is_first():
         yield None
         return
     if config.kind == "csv":
@@ -42,7 +47,10 @@ def job_logger(
 
     mode = config.mode or os.environ.get("WANDB_MODE") or "offline"
     require(mode in ("online", "offline", "disabled"), "WANDB_MODE", mode, "one of online, offline, disabled")
+    run_id = _run_id(folder, resume)
     logger = WandbLogger(
+        id=run_id,
+        resume="allow",
         project=config.project,
         name=config.name,
         group=config.group or group,
@@ -59,6 +67,16 @@ def job_logger(
         code = 0
     finally:
         wandb.finish(exit_code=code)
+
+
+def _run_id(folder: Path, resume: bool) -> str:
+    """The W&B run of this job: the one of an earlier job in the folder if it goes on, else a new one."""
+    from wandb.sdk.lib.runid import generate_id
+
+    path = folder / _RUN_ID
+    if not resume or not path.exists():
+        path.write_text(generate_id() + "\n", encoding="utf-8")
+    return path.read_text(encoding="utf-8").strip()
 
 
 def _open_run(logger: WandbLogger) -> None:

@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import Logger
 
 from blockpilot.config import TrainConfig, to_plain
 from blockpilot.decoding import BlockSizePolicy, LatencyProfile
 from blockpilot.errors import UserError
 from blockpilot.learning import FeatureExtractor
-from blockpilot.learning.callbacks import DecodingEvaluation, early_stopping_and_checkpoint, evaluating
+from blockpilot.learning.callbacks import (
+    LAST,
+    DecodingEvaluation,
+    early_stopping_and_checkpoints,
+    evaluating,
+    monitored,
+)
 from blockpilot.learning.datamodule import LabelDataModule
 from blockpilot.learning.module import BlockSizeModule
 from blockpilot.metrics import best_fixed, regret_per_prompt
 from blockpilot.models import Pair, assemble_pair, locate_pair
+from blockpilot.models.pair import resolve_device
 from blockpilot.oracle import candidate_block_sizes
 from blockpilot.policies import FixedPolicy
 from blockpilot.policies.predictor import PredictorPolicy
 from blockpilot.runs import compare
 from blockpilot.runs.job import start_job
 from blockpilot.runs.labels import Labels, read_sources
-from blockpilot.runs.latency import find_profile, speed_figures
+from blockpilot.runs.latency import find_profile, round_seconds, speed_figures
 from blockpilot.runs.loggers import job_logger
+from blockpilot.runs.processes import is_first, side_by_side
 from blockpilot.runs.results import write_results
 
 log = logging.getLogger(__name__)
@@ -48,15 +57,17 @@ def train(config: TrainConfig, folder: Path, group: str | None = None) -> dict[s
     start_job(config.seed)
     locate_pair(config.model, config.drafter)
     sources = read_sources(config)
-    pair = assemble_pair(config.model, config.drafter, device=config.device)
+    pair = assemble_pair(config.model, config.drafter, device=config.device if is_first() else "cpu")
     labels = Labels(config, pair, sources)
     block_sizes = candidate_block_sizes(pair.block_size, config.predictor.k)
     labels.require(block_sizes, f"predictor.k={config.predictor.k}")
     latency = find_profile(config.evaluation, pair, block_sizes)
-    data = label_data(config, labels, block_sizes)
-    module = predictor_module(config, pair, block_sizes)
-    with job_logger(config.logger, folder, to_plain(config), group) as logger:
+    data = label_data(config, labels, block_sizes, latency)
+    module = predictor_module(config, pair, block_sizes, [cache.folder.name for cache in labels.caches])
+    with job_logger(config.logger, folder, to_plain(config), group, config.trainer.resume) as logger:
         best = fit(config, folder, pair, module, data, logger, latency)
+        if not is_first():
+            return {}
         policy = policy_of(best, pair, data)
         policy.save(folder / "policy")
         policy.to(pair.device)
@@ -80,8 +91,19 @@ def train(config: TrainConfig, folder: Path, group: str | None = None) -> dict[s
     return metrics
 
 
-def label_data(config: TrainConfig, labels: Labels, block_sizes: tuple[int, ...]) -> LabelDataModule:
-    """The data module: collects through ``labels``, keeps the predictor's candidates."""
+def label_data(
+    config: TrainConfig, labels: Labels, block_sizes: tuple[int, ...], latency: LatencyProfile | None = None
+) -> LabelDataModule:
+    """The data module: collects through ``labels``, keeps the predictor's candidates, knows what rounds cost.
+
+    Raises:
+        UserError: ``objective=speed`` without a latency profile.
+    """
+    if config.objective.name == "speed" and latency is None:
+        raise UserError(
+            "objective=speed needs a latency profile of this device and model; measure it with "
+            f"python -m blockpilot.profile model={config.model.name}, or set evaluation.latency_profile=FILE"
+        )
     return LabelDataModule(
         collect=labels.collect,
         load=lambda: labels.train_and_test(config.trainer.test_share, config.seed),
@@ -90,16 +112,20 @@ def label_data(config: TrainConfig, labels: Labels, block_sizes: tuple[int, ...]
         batch_size=config.trainer.batch_size,
         validation_share=config.trainer.validation_share,
         seed=config.seed,
+        round_seconds=None if latency is None else lambda table: round_seconds(table, latency),
     )
 
 
-def predictor_module(config: TrainConfig, pair: Pair, block_sizes: tuple[int, ...]) -> BlockSizeModule:
-    """The untrained predictor."""
+def predictor_module(
+    config: TrainConfig, pair: Pair, block_sizes: tuple[int, ...], labels: list[str]
+) -> BlockSizeModule:
+    """The untrained predictor; ``labels`` names the caches it learns from."""
     return BlockSizeModule(
         block_sizes=list(block_sizes),
         always_block_size=pair.block_size,
         vocab_size=pair.vocab_size,
         hidden_size=pair.hidden_size,
+        objective=config.objective.name,
         preprocess={
             "kind": config.preprocess.kind,
             "top_k": config.preprocess.top_k,
@@ -107,6 +133,8 @@ def predictor_module(config: TrainConfig, pair: Pair, block_sizes: tuple[int, ..
         },
         predictor=to_plain(config.predictor),
         trainer=to_plain(config.trainer),
+        seed=config.seed,
+        labels=labels,
     )
 
 
@@ -119,8 +147,13 @@ def fit(
     logger: Logger | None,
     latency: LatencyProfile | None = None,
 ) -> BlockSizeModule:
-    """Trains with early stopping on validation regret; returns the best checkpoint's module."""
-    callbacks: list[Callback] = early_stopping_and_checkpoint(config.trainer.patience, folder / "checkpoints")
+    """Trains with early stopping on validation regret; returns the best checkpoint's module, calibrated.
+
+    Raises:
+        UserError: training diverged, or the checkpoint to go on from is of another configuration.
+    """
+    checkpoints = folder / "checkpoints"
+    callbacks = early_stopping_and_checkpoints(config.trainer.patience, checkpoints, monitored(config.objective.name))
     callbacks.append(RichProgressBar())
     if config.evaluation.every_n_epochs > 0:
         callbacks.append(
@@ -130,23 +163,63 @@ def fit(
                 at_end=False,
             )
         )
+    on_gpu = resolve_device(config.device).type == "cuda"
+    several = config.trainer.devices > 1
     trainer = lightning.Trainer(
         max_epochs=config.trainer.max_epochs,
-        accelerator="gpu" if pair.device.type == "cuda" else "cpu",
-        devices=[pair.device.index or 0] if pair.device.type == "cuda" else 1,
+        accelerator="gpu" if on_gpu else "cpu",
+        devices=[pair.device.index or 0] if on_gpu and not several else config.trainer.devices,
+        strategy="ddp" if several else "auto",
+        use_distributed_sampler=False,
         callbacks=callbacks,
         logger=logger or False,
         default_root_dir=folder,
         log_every_n_steps=1,
         enable_model_summary=False,
     )
-    trainer.fit(module, datamodule=data)
+    # whatever is wrong with the data is told before other processes are started
+    data.prepare_data()
+    data.setup()
+    with side_by_side(config.trainer.devices):
+        trainer.fit(module, datamodule=data, ckpt_path=_checkpoint_to_resume(config, checkpoints, module))
     checkpoint = next(c for c in callbacks if isinstance(c, ModelCheckpoint))
     log.info("best validation regret %.4f in epoch %s", checkpoint.best_model_score or 0.0, checkpoint.best_model_path)
     best = BlockSizeModule.load_from_checkpoint(checkpoint.best_model_path, map_location=pair.device, weights_only=True)
     if not all(bool(torch.isfinite(p).all()) for p in best.parameters()):
         raise UserError(f"training diverged; trainer.learning_rate={config.trainer.learning_rate} may be too large")
+    best.calibrate(data.batch("validation"))
     return best
+
+
+def _checkpoint_to_resume(config: TrainConfig, checkpoints: Path, module: BlockSizeModule) -> Path | None:
+    """The last checkpoint, if the user wants to go on from it and it is there.
+
+    Raises:
+        UserError: it cannot be read, or was made with another configuration.
+    """
+    path = checkpoints / LAST
+    if not config.trainer.resume or not path.exists():
+        return None
+    try:
+        earlier = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["hyper_parameters"]
+    except (OSError, RuntimeError, KeyError, ValueError, pickle.UnpicklingError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"trainer.resume: {path} cannot be read: {type(error).__name__}: {reason}") from error
+    free = {"max_epochs", "patience", "devices", "resume"}
+    for name, now in flat(dict(module.hparams)).items():
+        before = flat(earlier).get(name)
+        if before != now and name.split(".")[-1] not in free:
+            raise UserError(f"trainer.resume: {path} was made with {name}={before!r}, this run has {now!r}")
+    log.info("going on from %s", path)
+    return path
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, keys joined by dots."""
+    parts: dict[str, Any] = {}
+    for name, value in values.items():
+        parts |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return parts
 
 
 def policy_of(module: BlockSizeModule, pair: Pair, data: LabelDataModule) -> PredictorPolicy:
@@ -159,7 +232,7 @@ def policy_of(module: BlockSizeModule, pair: Pair, data: LabelDataModule) -> Pre
         vocab_size=pair.vocab_size,
         hidden_size=pair.hidden_size,
         trained_block_size=pair.block_size,
-        best_fixed=data.train_table.block_sizes[best_fixed(data.train_table.tau)],
+        best_fixed=data.train_table.block_sizes[best_fixed(data.batch("train").utility(module.objective))],
         training_prompt_keys=torch.cat([data.train_table.prompt_keys, data.validation_table.prompt_keys]),
     )
 
@@ -174,13 +247,21 @@ def offline_figures(
     )  # fmt: skip
     (tested,) = tester.test(module, datamodule=data, verbose=False)
     figures = {name: float(value) for name, value in tested.items()}
-    tau = data.test_table.tau
-    fixed = {"always": policy.trained_block_size, "best_fixed": policy.best_fixed}
-    columns = {name: data.test_table.block_sizes.index(size) for name, size in fixed.items()}
+    batch = data.batch("test")
+    columns = {
+        name: data.block_sizes.index(size)
+        for name, size in {"always": policy.trained_block_size, "best_fixed": policy.best_fixed}.items()
+    }
+    for objective in ("tau", "speed"):
+        if objective == "speed" and batch.seconds is None:
+            continue
+        utility = batch.utility(objective)
+        suffix = "" if objective == "tau" else "_speed"
+        for name, column in columns.items():
+            choice = torch.full((len(batch),), column)
+            figures[f"test/regret{suffix}_{name}"] = float(regret_per_prompt(utility, choice).nanmean())
     for name, column in columns.items():
-        choice = torch.full((len(tau),), column)
-        figures[f"test/regret_{name}"] = float(regret_per_prompt(tau, choice).nanmean())
-        figures[f"test/tau_{name}"] = float(tau[:, column].nanmean())
+        figures[f"test/tau_{name}"] = float(data.test_table.tau[:, column].nanmean())
     return figures
 
 

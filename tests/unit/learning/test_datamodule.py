@@ -120,7 +120,11 @@ def test_training_order_is_shuffled_anew_each_epoch_and_fixed_by_the_seed(make_t
         data = _datamodule(table, make_table(5, prefix="t"), seed=seed, batch_size=16)
         data.setup()
         loader = data.train_dataloader()
-        return [torch.cat([batch.committed_tokens[:, 0] for batch in loader]) for _ in range(2)]
+        found = []
+        for epoch in range(2):
+            loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]  # as Lightning does
+            found.append(torch.cat([batch.committed_tokens[:, 0] for batch in loader]))
+        return found
 
     table = make_table(200)
     # committed_tokens made unique, so that it tells the prompts apart

@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from blockpilot.errors import UserError
 from blockpilot.learning import FeatureExtractor, cross_entropy_loss
-from blockpilot.learning.callbacks import DecodingEvaluation, early_stopping_and_checkpoint
+from blockpilot.learning.callbacks import LAST, DecodingEvaluation, early_stopping_and_checkpoints
 from blockpilot.learning.datamodule import LabelDataModule, split_table
 from blockpilot.learning.module import BlockSizeModule
 from blockpilot.metrics import best_fixed, regret_per_prompt
@@ -122,7 +122,7 @@ def test_prompts_without_rounds_change_nothing(make_table: TableMaker, tmp_path:
     """Rows without rounds in a batch leave its loss and figures as they are; a batch of only such rows is harmless."""
     module, data = _module(dropout=0.0), _data(make_table(100))
     data.setup()
-    (batch,) = [data._datasets["test"].__getitems__(list(range(10)))]
+    (batch,) = [data._datasets["test"][list(range(10))]]
     silent = torch.zeros(10, dtype=torch.bool)
     silent[::3] = True
     rounds = batch.rounds.masked_fill(silent[:, None], 0)
@@ -152,12 +152,13 @@ def test_one_seed_gives_one_result(make_table: TableMaker, tmp_path: Path) -> No
 
 def test_checkpoint_of_the_best_epoch_loads_without_pickled_classes(make_table: TableMaker, tmp_path: Path) -> None:
     module, data = _module("stats", depth=3, k=2), _data(make_table(300), "stats")
-    callbacks = early_stopping_and_checkpoint(patience=50, dirpath=tmp_path / "checkpoints")
+    callbacks = early_stopping_and_checkpoints(50, tmp_path / "checkpoints", "val/regret")
     trainer = _trainer(tmp_path, 12, callbacks)
     trainer.fit(module, data)
     checkpoint = callbacks[1]
     assert isinstance(checkpoint, ModelCheckpoint)
-    (path,) = (tmp_path / "checkpoints").rglob("*.ckpt")
+    path, last = sorted((tmp_path / "checkpoints").rglob("*.ckpt"))
+    assert last.name == LAST
     assert str(path) == checkpoint.best_model_path
     assert "=" not in path.name and path.parent == tmp_path / "checkpoints"
 
@@ -181,7 +182,7 @@ def test_training_resumes_from_a_checkpoint(make_table: TableMaker, tmp_path: Pa
 
 
 def test_early_stopping_happens(make_table: TableMaker, tmp_path: Path) -> None:
-    callbacks = early_stopping_and_checkpoint(patience=2, dirpath=tmp_path)
+    callbacks = early_stopping_and_checkpoints(2, tmp_path, "val/regret")
     trainer = _trainer(tmp_path, 200, callbacks)
     trainer.fit(_module(), _data(make_table(200)))
     stopping = callbacks[0]
