@@ -19,6 +19,7 @@ from blockpilot.config import ObjectiveConfig, PredictorConfig, TrainerConfig, r
 from blockpilot.learning.datamodule import LabelBatch
 from blockpilot.learning.features import FeatureExtractor, Features
 from blockpilot.learning.losses import balanced_weights, has_rounds, loss_per_prompt
+from blockpilot.learning.optimizer import LazyAdamW
 from blockpilot.learning.predictor import BlockSizePredictor
 from blockpilot.metrics.modules import (
     ChoicePooledTau,
@@ -148,12 +149,11 @@ class BlockSizeModule(lightning.LightningModule):
         self._evaluation_step("test", batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW over all parameters; fused, which needs no temporaries of the size of the first layer."""
-        return torch.optim.AdamW(
+        """AdamW over all parameters; of a sparse first layer, a step touches the rows of the batch's tokens."""
+        return LazyAdamW(
             self.parameters(),
             lr=self.trainer_config.learning_rate,
             weight_decay=self.trainer_config.weight_decay,
-            fused=True,
         )
 
     def _evaluation_step(self, stage: str, batch: LabelBatch) -> None:

@@ -2,16 +2,19 @@
 
 Knows features and candidates; nothing of labels, losses or targets. Architecture: BlockPilot, arXiv 2606.31315.
 
-Shapes: N prompts, K candidate block sizes, V input size, W width, Z stored non-zeros in all.
+Shapes: N prompts, K candidate block sizes, V input size, W width, Z stored non-zeros in all, U distinct
+tokens among them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from blockpilot.learning.decision import Decision
 from blockpilot.learning.features import Features
@@ -20,38 +23,77 @@ FEW_TOKENS = 64
 """A single row of so few tokens is a product of its own: an embedding bag costs more to set up."""
 
 
-class SparseLinear(nn.Module):
+class SparseLinear(nn.EmbeddingBag):
     """``nn.Linear(V, W)`` on sparse rows: reads the weights of the stored non-zeros only.
 
     The same function, gradients and initial distribution as ``nn.Linear`` on the rows written out in full; the
-    weight is stored transposed, ``[V, W]``, so that a token's weights lie together.
+    weight is stored transposed, ``[V, W]``, so that a token's weights lie together, and its gradient is sparse: it
+    holds the tokens of the batch only. :class:`~blockpilot.learning.optimizer.LazyAdamW` takes such gradients. Being
+    an ``EmbeddingBag(sparse=True)`` tells ``DistributedDataParallel`` to expect them.
     """
 
     def __init__(self, in_features: int, out_features: int):
-        super().__init__()
-        # Gradients stay dense: with sparse ones, only SparseAdam works, which is not AdamW (no weight decay, and
-        # moments that stand still for absent tokens). benchmarks/predictor.py shows what that costs.
-        self.weight = nn.Parameter(torch.empty(in_features, out_features))
-        self.bias = nn.Parameter(torch.empty(out_features))
-        bound = 1 / math.sqrt(in_features)  # what nn.Linear.reset_parameters amounts to
-        nn.init.uniform_(self.weight, -bound, bound)
-        nn.init.uniform_(self.bias, -bound, bound)
+        super().__init__(in_features, out_features, mode="sum", sparse=True, include_last_offset=True)
+        bound = 1 / math.sqrt(in_features)
+        self.bias = nn.Parameter(torch.empty(out_features).uniform_(-bound, bound))
 
-    def forward(self, features: Features) -> Tensor:
-        """Sparse rows to ``[N, W]``."""
+    def reset_parameters(self) -> None:
+        """Uniform in ``+-1 / sqrt(V)``: what ``nn.Linear.reset_parameters`` amounts to."""
+        bound = 1 / math.sqrt(self.num_embeddings)
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(self, features: Features) -> Tensor:  # type: ignore[override]
+        """Sparse rows to ``[N, W]``; no gradient flows to the features."""
         assert features.offsets is not None and features.token_ids is not None, "SparseLinear needs sparse features"
-        if len(features) == 1 and len(features.token_ids) <= FEW_TOKENS:
-            weights = features.values.to(self.weight.dtype)
-            return (weights @ self.weight[features.token_ids] + self.bias)[None]
-        summed = nn.functional.embedding_bag(
-            features.token_ids,
-            self.weight,
-            features.offsets,
+        assert not features.values.requires_grad, "SparseLinear gives no gradient to its features"
+        weighted_sum = _WeightedSum.apply if torch.is_grad_enabled() else _weighted_sum
+        values = features.values.to(self.weight.dtype)
+        return weighted_sum(self.weight, features.token_ids, features.offsets, values) + self.bias
+
+
+def _weighted_sum(weight_VW: Tensor, token_ids: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
+    """Sparse rows (CSR) times a matrix, ``[N, W]``."""
+    if len(offsets) == 2 and len(token_ids) <= FEW_TOKENS:
+        return (values @ weight_VW[token_ids])[None]
+    return nn.functional.embedding_bag(
+        token_ids, weight_VW, offsets, mode="sum", per_sample_weights=values, include_last_offset=True
+    )
+
+
+class _WeightedSum(torch.autograd.Function):
+    """:func:`_weighted_sum` whose weight gradient is a coalesced sparse tensor of the batch's U distinct tokens.
+
+    torch's own sparse gradient of an embedding bag has a row of W numbers for every stored entry, repeated tokens
+    included: 1 GB for 64 prompts of 2,000 tokens at W = 2048. Here the gradient of a token is the sum over the
+    prompts that hold it, ``sum_n value(n, token) * delta_n``: the same sum with the roles of prompts and tokens
+    exchanged, so it costs U x W numbers and nothing of size Z x W.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight_VW: Tensor, token_ids: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
+        ctx.save_for_backward(token_ids, offsets, values)
+        ctx.weight_shape = weight_VW.shape
+        return _weighted_sum(weight_VW, token_ids, offsets, values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *deltas: Tensor) -> tuple[Tensor, None, None, None]:
+        token_ids, offsets, values = ctx.saved_tensors
+        sorted_ids, order = token_ids.sort(stable=True)
+        distinct, counts = sorted_ids.unique_consecutive(return_counts=True)
+        prompts = torch.repeat_interleave(torch.arange(len(offsets) - 1, device=offsets.device), offsets.diff())
+        rows_UW = nn.functional.embedding_bag(
+            prompts[order],
+            deltas[0].contiguous(),
+            torch.cat([counts.new_zeros(1), counts.cumsum(0)]),
             mode="sum",
-            per_sample_weights=features.values.to(self.weight.dtype),
+            per_sample_weights=values[order],
             include_last_offset=True,
         )
-        return summed + self.bias
+        gradient = torch.sparse_coo_tensor(
+            distinct.long()[None], rows_UW, ctx.weight_shape, is_coalesced=True, check_invariants=False
+        )
+        return gradient, None, None, None
 
 
 class DenseLinear(nn.Linear):

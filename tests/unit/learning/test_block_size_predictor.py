@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -26,8 +27,8 @@ def test_sparse_linear_equals_linear_on_dense_rows_with_gradients(ids: torch.dty
     torch.manual_seed(0)
     features = _sparse(rows, 30)
     assert features.token_ids is not None
-    features = Features(features.values, features.offsets, features.token_ids.to(ids))
-    sparse, dense = SparseLinear(30, 8), nn.Linear(30, 8)
+    features = Features(features.values.double(), features.offsets, features.token_ids.to(ids))
+    sparse, dense = SparseLinear(30, 8).double(), nn.Linear(30, 8).double()
     dense.load_state_dict({"weight": sparse.weight.T, "bias": sparse.bias})
     out, expected = sparse(features), dense(features.dense(30))
     torch.testing.assert_close(out, expected)
@@ -35,8 +36,66 @@ def test_sparse_linear_equals_linear_on_dense_rows_with_gradients(ids: torch.dty
     (out * weights).sum().backward()
     (expected * weights).sum().backward()
     assert sparse.weight.grad is not None and dense.weight.grad is not None
-    torch.testing.assert_close(sparse.weight.grad, dense.weight.grad.T)
+    torch.testing.assert_close(sparse.weight.grad.to_dense(), dense.weight.grad.T)
     torch.testing.assert_close(sparse.bias.grad, dense.bias.grad)
+    with torch.no_grad():
+        torch.testing.assert_close(sparse(features), expected)
+
+
+class DenseGradient(torch.autograd.Function):
+    """Changes nothing but the layout of the gradient: gradcheck takes dense ones."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        assert gradients[0].is_sparse
+        return gradients[0].to_dense()
+
+
+@pytest.mark.parametrize("rows", [5, 1])
+def test_the_gradient_of_a_sparse_linear_is_that_of_finite_differences(rows: int) -> None:
+    torch.manual_seed(0)
+    features, layer = _sparse(rows, 12), SparseLinear(12, 3).double()
+    features = Features(features.values.double(), features.offsets, features.token_ids)
+
+    def out(weight: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(layer, {"weight": DenseGradient.apply(weight)}, (features,)).tanh()
+
+    assert torch.autograd.gradcheck(out, layer.weight.detach().requires_grad_())
+
+
+@pytest.mark.parametrize("rows", [7, 1])
+def test_the_gradient_holds_each_token_of_the_batch_once(rows: int) -> None:
+    features, layer = _sparse(rows, 30), SparseLinear(30, 8)
+    layer(features).square().sum().backward()
+    gradient = layer.weight.grad
+    assert gradient is not None and gradient.is_sparse and features.token_ids is not None
+    assert torch.equal(gradient._indices()[0], features.token_ids.unique())
+    assert gradient._values().shape == (len(features.token_ids.unique()), 8)
+
+
+def test_distributed_training_is_told_of_the_sparse_gradient() -> None:
+    layer = SparseLinear(30, 8)
+    assert isinstance(layer, nn.EmbeddingBag) and layer.sparse  # what DistributedDataParallel looks at
+    assert dict(layer.state_dict()).keys() == {"weight", "bias"} and layer.weight.shape == (30, 8)
+
+
+def test_sparse_linear_refuses_to_differentiate_its_features() -> None:
+    features = Features(torch.ones(2, requires_grad=True), torch.tensor([0, 2]), torch.tensor([1, 3]))
+    with pytest.raises(AssertionError, match="gradient"):
+        SparseLinear(5, 2)(features)
+
+
+def test_a_batch_of_empty_rows_has_an_empty_gradient() -> None:
+    layer = SparseLinear(4, 3)
+    nothing = Features(torch.empty(0), torch.tensor([0, 0, 0]), torch.empty(0, dtype=torch.int64))
+    out = layer(nothing)
+    torch.testing.assert_close(out, layer.bias.expand(2, 3))
+    out.sum().backward()
+    assert layer.weight.grad is not None and layer.weight.grad._values().shape == (0, 3)
 
 
 def test_sparse_linear_takes_an_empty_row() -> None:
