@@ -118,17 +118,21 @@ def _step_rows(
     if not state:
         state.update(_fresh(parameter))
     places = _places(rows, state)
-    chunk = max(1, CHUNK_ELEMENTS // max(1, parameter[0].numel()))
+    chunk = min(len(rows), max(1, CHUNK_ELEMENTS // max(1, parameter[0].numel())))
     whole = (parameter, state["exp_avg"], state["exp_avg_sq"])
-    for some, some_places, gradient in zip(rows.split(chunk), places.split(chunk), gradients.split(chunk), strict=True):
-        at = (some, some_places, some_places)
-        weight, exp_avg, exp_avg_sq = (tensor[index] for tensor, index in zip(whole, at, strict=True))
+    copies = [tensor.new_empty(chunk, *tensor.shape[1:]) for tensor in whole]
+    for start in range(0, len(rows), chunk or 1):
+        part = slice(start, start + chunk)
+        at = (rows[part], places[part], places[part])
+        weight, exp_avg, exp_avg_sq = parts = [copy[: len(at[0])] for copy in copies]
+        for tensor, index, out in zip(whole, at, parts, strict=True):
+            torch.index_select(tensor, 0, index, out=out)
         adamw(
-            [weight], [gradient], [exp_avg], [exp_avg_sq], [], [state["step"].clone()],  # which it counts up
+            [weight], [gradients[part]], [exp_avg], [exp_avg_sq], [], [state["step"].clone()],  # which it counts up
             fused=True, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
             weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
         )  # fmt: skip
-        for tensor, index, updated in zip(whole, at, (weight, exp_avg, exp_avg_sq), strict=True):
+        for tensor, index, updated in zip(whole, at, parts, strict=True):
             tensor.index_copy_(0, index, updated)
     state["step"] += 1
 

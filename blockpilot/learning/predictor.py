@@ -73,7 +73,8 @@ class _WeightedSum(torch.autograd.Function):
     def forward(ctx: Any, weight_VW: Tensor, token_ids: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
         ctx.save_for_backward(token_ids, offsets, values)
         ctx.weight_shape = weight_VW.shape
-        return _weighted_sum(weight_VW, token_ids, offsets, values)
+        # detached, torch takes the kernel that prepares nothing for a backward pass of its own
+        return _weighted_sum(weight_VW.detach(), token_ids, offsets, values)
 
     @staticmethod
     @once_differentiable
