@@ -253,6 +253,8 @@ class PredictorConfig:
     """Dropout after each hidden layer."""
     residual: bool = True
     """Residual connection around every hidden layer after the first."""
+    standardize: bool = True
+    """Shift and scale dense inputs (topk, stats, hidden, logits) by their mean and deviation over training prompts."""
     loss: str = "ce"
     """ce (paper), soft (cross-entropy against a softmax of the tau curve) or regret (expected regret)."""
     soft_temperature: float = 0.05

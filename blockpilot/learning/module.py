@@ -20,7 +20,7 @@ from blockpilot.learning.datamodule import LabelBatch
 from blockpilot.learning.features import FeatureExtractor, Features
 from blockpilot.learning.losses import balanced_weights, has_rounds, loss_per_prompt
 from blockpilot.learning.optimizer import LazyAdamW
-from blockpilot.learning.predictor import BlockSizePredictor
+from blockpilot.learning.predictor import BlockSizePredictor, DenseLinear
 from blockpilot.metrics.modules import (
     ChoicePooledTau,
     ChoiceRegret,
@@ -110,10 +110,12 @@ class BlockSizeModule(lightning.LightningModule):
         return self.predictor.choose(features)
 
     def on_fit_start(self) -> None:
-        """Takes from the training labels what the decision and the loss need to know of them."""
+        """Takes from the training labels what the decision and the loss need to know of them; the inputs' scale, too."""
         batch = self.trainer.datamodule.batch("train").to(self.device)  # type: ignore[attr-defined]
         utility_MK = batch.utility(self.objective)[has_rounds(batch.rounds)]
         self.predictor.decision.learn_gains(utility_MK)
+        if self.predictor_config.standardize and isinstance(self.predictor.first, DenseLinear):
+            self.predictor.first.standardize(batch.features.values)
         if self.predictor_config.class_weights == "balanced":
             self.class_weights.copy_(balanced_weights(utility_MK))
 

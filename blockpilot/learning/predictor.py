@@ -42,6 +42,10 @@ class SparseLinear(nn.EmbeddingBag):
         bound = 1 / math.sqrt(self.num_embeddings)
         nn.init.uniform_(self.weight, -bound, bound)
 
+    def on_raw_inputs(self) -> tuple[Tensor, Tensor]:
+        """Weight ``[W, V]`` and bias of the ``nn.Linear`` that is the same function."""
+        return self.weight.detach().T, self.bias.detach()
+
     def forward(self, features: Features) -> Tensor:  # type: ignore[override]
         """Sparse rows to ``[N, W]``; no gradient flows to the features."""
         assert features.offsets is not None and features.token_ids is not None, "SparseLinear needs sparse features"
@@ -98,11 +102,32 @@ class _WeightedSum(torch.autograd.Function):
 
 
 class DenseLinear(nn.Linear):
-    """``nn.Linear`` that takes dense :class:`Features`."""
+    """``nn.Linear`` on dense :class:`Features`, each input shifted and scaled: ``(x - mean) / scale``."""
+
+    mean: Tensor
+    """``[V]``; 0 until :meth:`standardize`."""
+    scale: Tensor
+    """``[V]``; 1 until :meth:`standardize`."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__(in_features, out_features)
+        self.register_buffer("mean", torch.zeros(in_features))
+        self.register_buffer("scale", torch.ones(in_features))
+
+    def standardize(self, values_NV: Tensor) -> None:
+        """Takes mean and deviation of each input from training prompts; an input that never varies is only shifted."""
+        deviation_V, mean_V = torch.std_mean(values_NV.to(self.mean), dim=0, correction=0)
+        self.mean.copy_(mean_V)
+        self.scale.copy_(torch.where(deviation_V > 0, deviation_V, 1))
+
+    def on_raw_inputs(self) -> tuple[Tensor, Tensor]:
+        """Weight ``[W, V]`` and bias of the ``nn.Linear`` that is the same function of inputs as they come."""
+        weight_WV = self.weight.detach() / self.scale
+        return weight_WV, self.bias.detach() - weight_WV @ self.mean
 
     def forward(self, input: Features) -> Tensor:  # noqa: D102  (named as in nn.Linear)
         assert input.offsets is None, "DenseLinear needs dense features"
-        return super().forward(input.values.to(self.weight.dtype))
+        return super().forward((input.values.to(self.weight.dtype) - self.mean) / self.scale)
 
 
 class BlockSizePredictor(nn.Module):

@@ -34,7 +34,8 @@ WIDE_KINDS = ("logits", "probs", "log_probs")
 def export_dense(policy: PredictorPolicy, path: str | Path) -> None:
     """Writes the policy's weights, rounded to bf16, in the authors' layout.
 
-    Warns if the policy does not read raw logits: the file cannot say so, and the authors' code would feed it logits.
+    The scale of standardised inputs goes into the first layer. Warns of what the file cannot say: that the policy does
+    not read raw logits, which the authors' code would feed it, or that it keeps B unless ``min_gain`` is exceeded.
 
     Raises:
         UserError: the layout has no place for what the policy reads, or for hidden layers without a residual.
@@ -45,12 +46,11 @@ def export_dense(policy: PredictorPolicy, path: str | Path) -> None:
     require(not plain, "predictor.residual", settings.residual, "true: the authors' layout adds a layer to its input")
     if kind != "logits":
         warnings.warn(f"the authors' layout does not say that its input is {kind}, not raw logits", stacklevel=2)
-    weights = {
-        _their_name(name): tensor.detach().to("cpu", torch.bfloat16)
-        for name, tensor in policy.predictor.state_dict().items()
-    }
-    if policy.extractor.is_sparse:
-        weights["layers.0.weight"] = weights["layers.0.weight"].T
+    if settings.min_gain is not None:
+        warnings.warn(f"the authors' layout does not know predictor.min_gain={settings.min_gain}", stacklevel=2)
+    own = {name: tensor.detach() for name, tensor in policy.predictor.named_parameters()}
+    own["first.weight"], own["first.bias"] = policy.predictor.first.on_raw_inputs()
+    weights = {_their_name(name): tensor.to("cpu", torch.bfloat16) for name, tensor in own.items()}
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save({name: tensor.contiguous() for name, tensor in weights.items()}, path)
@@ -87,7 +87,8 @@ def import_dense(
     depth = _check(weights, pair.vocab_size, Path(path))
     width, outputs = len(weights["layers.0.weight"]), len(weights["fc_out.weight"])
     sizes = _candidates(block_sizes, outputs, pair.block_size, Path(path))
-    settings = PredictorConfig(k=max(abs(size - pair.block_size) for size in sizes), depth=depth, width=width)
+    radius = max(abs(size - pair.block_size) for size in sizes)
+    settings = PredictorConfig(k=radius, depth=depth, width=width, standardize=False)
     extractor = FeatureExtractor(kind, tail_mass=tail_mass)
     with torch.device("meta"):  # weights are taken from the file, not drawn first
         predictor = BlockSizePredictor(
@@ -96,7 +97,9 @@ def import_dense(
         )  # fmt: skip
     if extractor.is_sparse:
         weights["layers.0.weight"] = weights["layers.0.weight"].T
-    own = {name: weights[_their_name(name)].float().contiguous() for name in predictor.state_dict()}
+    own = {name: weights[_their_name(name)].float().contiguous() for name, _ in predictor.named_parameters()}
+    untouched = {"mean": 0.0, "scale": 1.0, "gains": 0.0, "temperature": 1.0}
+    own |= {name: torch.full(b.shape, untouched[name.split(".")[-1]]) for name, b in predictor.named_buffers()}
     predictor.load_state_dict(own, assign=True)
     policy = PredictorPolicy(
         predictor.eval(), extractor, settings, pair.identity, pair.vocab_size, pair.hidden_size, pair.block_size,
