@@ -110,7 +110,7 @@ class BlockSizeModule(lightning.LightningModule):
         return self.predictor.choose(features)
 
     def on_fit_start(self) -> None:
-        """Takes from the training labels what the decision and the loss need to know of them; the inputs' scale, too."""
+        """Takes from the training prompts what decision, loss and first layer need to know: gains, weights, scale."""
         batch = self.trainer.datamodule.batch("train").to(self.device)  # type: ignore[attr-defined]
         utility_MK = batch.utility(self.objective)[has_rounds(batch.rounds)]
         self.predictor.decision.learn_gains(utility_MK)

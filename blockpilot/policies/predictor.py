@@ -1,4 +1,7 @@
-"""The trained classifier as a policy, and its folder on disk: ``config.json`` and ``model.safetensors``, no pickle."""
+"""The trained classifier as a policy, and its folder: ``config.json`` and ``model.safetensors``, no pickle.
+
+The folder can be a repository of the Hub: ``policy.push_to_hub(id)``, ``PredictorPolicy.from_pretrained(id)``.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import ModelHubMixin
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -18,14 +22,37 @@ from blockpilot.config import PredictorConfig
 from blockpilot.decoding.engine import Prefill
 from blockpilot.errors import UserError
 from blockpilot.learning import BlockSizePredictor, FeatureExtractor
+from blockpilot.models.locate import locate
 from blockpilot.models.pair import Pair
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _KEYS = "training_prompt_keys"
+_CARD = """---
+{{ card_data }}
+---
+
+A block-size policy of BlockPilot: after prefill it picks how many positions a DFlash drafter's blocks have.
+`config.json` names the target and the drafter it belongs to; it refuses others.
+
+```python
+import blockpilot as bp
+
+policy = bp.PredictorPolicy.from_pretrained("{{ repo_id | default('ID', true) }}", pair=pair)
+out = bp.generate(pair, prompt_ids, policy)
+```
+
+Method: [arXiv 2606.31315]({{ paper_url }})
+"""
 
 
-@dataclass(frozen=True)
-class PredictorPolicy:
+@dataclass(eq=False)
+class PredictorPolicy(
+    ModelHubMixin,
+    library_name="blockpilot",
+    tags=["speculative-decoding", "block-diffusion"],
+    paper_url="https://arxiv.org/abs/2606.31315",
+    model_card_template=_CARD,
+):
     """Reads the prefill distribution, picks a block size, once per prompt."""
 
     predictor: BlockSizePredictor
@@ -41,6 +68,8 @@ class PredictorPolicy:
     """The best single block size of its training prompts: what learning has to beat."""
     training_prompt_keys: Tensor
     """int64: keys of the prompts it learned from (training and validation)."""
+    objective: str = "tau"
+    """What it was trained for: ``tau`` or ``speed``."""
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
@@ -54,7 +83,7 @@ class PredictorPolicy:
 
     @torch.no_grad()
     def choose(self, prefill: Prefill) -> int:
-        """The candidate with the highest score.
+        """The candidate with the highest score, or what ``predictor.min_gain`` makes of the scores.
 
         Raises:
             UserError: the logits are of another vocabulary.
@@ -100,6 +129,7 @@ class PredictorPolicy:
             "block_sizes": list(self.block_sizes),
             "trained_block_size": self.trained_block_size,
             "best_fixed": self.best_fixed,
+            "objective": self.objective,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
             "preprocess": asdict(self.extractor),
@@ -113,17 +143,43 @@ class PredictorPolicy:
         save_file({**weights, _KEYS: self.training_prompt_keys.contiguous()}, folder / "model.safetensors")
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
+    def _save_pretrained(self, save_directory: Path) -> None:
+        self.save(save_directory)
 
-def load_policy(folder: str | Path, pair: Pair | None = None) -> PredictorPolicy:
+    def push_to_hub(self, repo_id: str, **arguments: Any) -> str:
+        """Uploads the policy's folder with a model card; arguments as of ``huggingface_hub.ModelHubMixin``.
+
+        Raises:
+            UserError: the Hub cannot be reached or refuses.
+        """
+        card = {"repo_id": repo_id, **(arguments.pop("model_card_kwargs", None) or {})}
+        try:
+            return super().push_to_hub(repo_id, model_card_kwargs=card, **arguments)
+        except Exception as error:  # the client raises the errors of its HTTP library when there is no network
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"{repo_id!r} could not be pushed: {type(error).__name__}: {reason}") from error
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]  # what else the mixin takes is the Hub client's own business
+        cls, pretrained_model_name_or_path: str | Path, *, pair: Pair | None = None, revision: str | None = None
+    ) -> PredictorPolicy:
+        """:func:`load_policy` from a folder or a Hub repository."""
+        return load_policy(pretrained_model_name_or_path, pair, revision=revision)
+
+
+def load_policy(folder: str | Path, pair: Pair | None = None, *, revision: str | None = None) -> PredictorPolicy:
     """A trained policy from its folder.
 
     Args:
-        folder: holds ``config.json`` and ``model.safetensors``.
+        folder: holds ``config.json`` and ``model.safetensors``; a text may also be the id of a Hub repository.
         pair: if given, the policy must have been trained with it, and is moved to its device.
+        revision: of the Hub repository.
 
     Raises:
         UserError: the folder is missing or damaged, or the policy belongs to another pair.
     """
+    if isinstance(folder, str) and folder.count("/") == 1 and not Path(folder).exists():
+        folder = locate(folder, key="policy.path", revision=revision)
     folder = Path(folder)
     config, weights = _read(folder)
     try:
@@ -137,6 +193,8 @@ def load_policy(folder: str | Path, pair: Pair | None = None) -> PredictorPolicy
             width=settings.width,
             dropout=settings.dropout,
             residual=settings.residual,
+            always_block_size=config["trained_block_size"],
+            min_gain=settings.min_gain,
         )
         keys = weights.pop(_KEYS)
         if not isinstance(config["pair"], dict) or not isinstance(config["best_fixed"], int):
@@ -146,7 +204,7 @@ def load_policy(folder: str | Path, pair: Pair | None = None) -> PredictorPolicy
         predictor.load_state_dict({name.removeprefix("predictor."): t for name, t in weights.items()})
         policy = PredictorPolicy(
             predictor.eval(), extractor, settings, config["pair"], config["vocab_size"], config["hidden_size"],
-            config["trained_block_size"], config["best_fixed"], keys,
+            config["trained_block_size"], config["best_fixed"], keys, config["objective"],
         )  # fmt: skip
     except UserError:
         raise

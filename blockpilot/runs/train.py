@@ -234,6 +234,7 @@ def policy_of(module: BlockSizeModule, pair: Pair, data: LabelDataModule) -> Pre
         trained_block_size=pair.block_size,
         best_fixed=data.train_table.block_sizes[best_fixed(data.batch("train").utility(module.objective))],
         training_prompt_keys=torch.cat([data.train_table.prompt_keys, data.validation_table.prompt_keys]),
+        objective=module.objective,
     )
 
 

@@ -32,6 +32,7 @@ def make_policy(pair: Pair, kind: str = "probs", seed: int = 0, **settings: Any)
     predictor = BlockSizePredictor(
         extractor.input_size(pair.vocab_size, pair.hidden_size), SIZES, sparse_input=extractor.is_sparse,
         depth=given.depth, width=given.width, dropout=given.dropout, residual=given.residual,
+        always_block_size=pair.block_size, min_gain=given.min_gain,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     for parameter in predictor.parameters():
@@ -161,12 +162,12 @@ def test_a_config_that_is_no_object(tmp_path: Path, text: str) -> None:
     error_of(tmp_path)
 
 
-@pytest.mark.parametrize("version", [0, 2, None, "1"])
+@pytest.mark.parametrize("version", [0, 1, None, "2"])
 def test_another_format_version(tmp_path: Path, version: object) -> None:
     make_policy(make_pair()).save(tmp_path)
     change(tmp_path, lambda config: config.update(format_version=version))
     message = error_of(tmp_path)
-    assert f"format_version {version}" in message and "expected 1" in message
+    assert f"format_version {version}" in message and "expected 2" in message
 
 
 def change(folder: Path, edit: Callable[[dict], object]) -> None:
@@ -246,3 +247,37 @@ def test_keys_are_those_the_engine_hands_over() -> None:
     watching = Watching()
     generate(pair, prompt, watching, max_new_tokens=2)
     assert watching.key == prompt_key(prompt) == signed_prompt_key(prompt) % 2**64
+
+
+@pytest.mark.parametrize("min_gain", [None, 0.0, 0.02])
+def test_a_saved_policy_keeps_its_decision(tmp_path: Path, min_gain: float | None) -> None:
+    pair = make_pair()
+    policy = make_policy(pair, min_gain=min_gain)
+    policy.predictor.decision.gains.copy_(torch.eye(5) * 0.04)
+    policy.predictor.decision.temperature.fill_(3.0)
+    policy.save(tmp_path)
+    loaded = load_policy(tmp_path, pair)
+    choices = [loaded.choose(prefill) for prefill in prefills()]
+    assert choices == [policy.choose(prefill) for prefill in prefills()]
+    # gain 0.04 p(best): with min_gain 0.02 a size other than B needs a probability above one half
+    assert (choices.count(4) > 20) == (min_gain == 0.02)
+
+
+def test_save_pretrained_writes_a_card_and_from_pretrained_reads_the_folder(tmp_path: Path) -> None:
+    pair = make_pair()
+    policy = make_policy(pair)
+    policy.save_pretrained(tmp_path / "mine")
+    assert "speculative-decoding" in (tmp_path / "mine" / "README.md").read_text()
+    loaded = PredictorPolicy.from_pretrained(tmp_path / "mine", pair=pair)
+    assert [loaded.choose(p) for p in prefills()] == [policy.choose(p) for p in prefills()]
+    with pytest.raises(UserError, match="was trained with target"):
+        PredictorPolicy.from_pretrained(tmp_path / "mine", pair=make_pair(target=make_target(seed=7)))
+
+
+def test_without_a_network_the_hub_fails_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"'someone/policy' could not be pushed: \w+: [^\n]+$"):
+        make_policy(make_pair()).push_to_hub("someone/policy")
+    with pytest.raises(UserError, match=r"policy.path='someone/policy' could not be loaded"):
+        load_policy("someone/policy")
