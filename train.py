@@ -4,15 +4,15 @@ import hydra
 from omegaconf import DictConfig
 
 from blockpilot.config import TrainConfig
-from blockpilot.runs.launch import launch, run_job
+from blockpilot.runs.launch import launch, optimized, run_job
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
-def main(config: DictConfig) -> None:
-    """One job."""
+def main(config: DictConfig) -> float | None:
+    """One job; its result is for a sweeper that searches."""
     from blockpilot.runs.train import train
 
-    run_job(config, TrainConfig, train)
+    return run_job(config, TrainConfig, optimized(train))
 
 
 if __name__ == "__main__":

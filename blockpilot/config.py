@@ -482,6 +482,8 @@ class TrainConfig(CollectRunConfig):
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    optimized_metric: str = "eval/regret"
+    """The figure of metrics.json that a job hands to a sweeper that searches (hydra/sweeper=optuna)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

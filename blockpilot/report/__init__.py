@@ -6,6 +6,7 @@ from blockpilot.report.decisions import read_decisions, write_decisions
 from blockpilot.report.html import write_report
 from blockpilot.report.latency import latency_table
 from blockpilot.report.plots import (
+    ablation_figure,
     choice_figure,
     latency_figure,
     locality_figure,
@@ -19,6 +20,7 @@ from blockpilot.report.table import summary_rows, summary_table
 from blockpilot.report.tracking import log_summary
 
 __all__ = [
+    "ablation_figure",
     "bound_line",
     "choice_figure",
     "latency_figure",

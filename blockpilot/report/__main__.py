@@ -1,15 +1,27 @@
-"""Reports on data that is already there: ``python -m blockpilot.report sweep FOLDER``."""
+"""Reports on data that is already there: ``python -m blockpilot.report sweep FOLDER``, or ``ablation DIR``."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from blockpilot.errors import UserError
 from blockpilot.metrics import summarize_sweep
-from blockpilot.report.plots import locality_figure, save_png
+from blockpilot.report.ablation import (
+    INTERVAL,
+    REGRET,
+    ablation_csv,
+    ablation_lines,
+    ablation_table,
+    ablation_values,
+    gather,
+)
+from blockpilot.report.ablation_files import read_multirun
+from blockpilot.report.plots import ablation_figure, locality_figure, save_png
 from blockpilot.report.sweep import choice_lines, oracle_table, print_tables, prompts_line, runs, sizes_table
 from blockpilot.report.sweep_files import CHOICES, read_sweep
 
@@ -19,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m blockpilot.report", description=__doc__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_sweep(commands)
+    _add_ablation(commands)
     options = parser.parse_args(arguments)
     try:
         options.run(options)
@@ -51,11 +64,46 @@ def _sweep(options: argparse.Namespace) -> None:
     for line in choice_lines(summary, CHOICES):
         print(line)
     if options.png is not None:
-        try:
+        with _writing("--png", options.png):
             save_png(locality_figure(summary), options.png)
-        except OSError as error:
-            raise UserError(f"--png {options.png} cannot be written: {error.strerror}") from None
         print(f"figure in {options.png}")
+
+
+def _add_ablation(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    about = f"One table and one figure of a finished multirun: {INTERVAL} for every setting, beside always-B."
+    # argparse takes a per cent sign for a format
+    parser = commands.add_parser("ablation", help=about.replace("%", "%%"), description=about.replace("%", "%%"))
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder of the multirun; gets ablation.json")
+    parser.add_argument("--metric", default=REGRET, help=f"the figure to draw (default: {REGRET})")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="where to draw it (default: DIR/ablation.png)")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="also write every figure, a row per setting")
+    parser.set_defaults(run=_ablation)
+
+
+def _ablation(options: argparse.Namespace) -> None:
+    ablation = gather(read_multirun(options.folder))
+    ablation.require(options.metric)
+    print_tables(ablation_table(ablation, options.metric))
+    for line in ablation_lines(ablation):
+        print(line)
+    numbers, png = options.folder / "ablation.json", options.png or options.folder / "ablation.png"
+    with _writing("DIR", numbers):
+        numbers.write_text(json.dumps(ablation_values(ablation), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    with _writing("--png", png):
+        save_png(ablation_figure(ablation, options.metric), png)
+    if options.csv is not None:
+        with _writing("--csv", options.csv):
+            options.csv.write_text(ablation_csv(ablation), encoding="utf-8")
+    print(f"numbers in {numbers}, figure of {options.metric} in {png}")
+
+
+@contextmanager
+def _writing(option: str, path: Path) -> Iterator[None]:
+    """A file that cannot be written is one line that names the option."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{option} {path} cannot be written: {error.strerror}") from None
 
 
 if __name__ == "__main__":

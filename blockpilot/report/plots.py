@@ -1,6 +1,6 @@
-"""Figures: tau by block size, tau by policy, block sizes chosen, seconds of a round by block size.
+"""Figures: tau by block size, tau by policy, block sizes chosen, seconds of a round by block size, ablations.
 
-Know labels, decodes, summaries and latency profiles; of files only how a figure becomes one. Built with matplotlib's
+Know labels, decodes, summaries, latency profiles and ablations; of files only how a figure becomes one. Built with matplotlib's
 objects alone, so that no backend, current figure or rcParams is touched. Backgrounds are clear, text is drawn in
 ``INK``, rules in ``RULE`` and data first in ``BLUE``: a page that embeds a figure may replace these colours to suit its
 own theme.
@@ -25,6 +25,7 @@ from torch import Tensor
 from blockpilot.decoding import LatencyProfile
 from blockpilot.metrics import DecodedPrompt, PolicySummary, SweepSummary, best_share, bootstrap_interval
 from blockpilot.oracle.table import LabelTable
+from blockpilot.report.ablation import Ablation, Setting, always_of, is_share, short_name
 from blockpilot.report.latency import reference_size, relative_costs
 
 INK = "#24292f"
@@ -179,9 +180,72 @@ def latency_figure(profile: LatencyProfile, trained: int) -> Figure:
     return figure
 
 
+def ablation_figure(ablation: Ablation, name: str) -> Figure:
+    """One figure of every setting: mean and 95 % interval over seeds, each seed as a dot, always-B beside it.
+
+    A single numeric key is an axis, logarithmic where its values span a factor of 8 or more; anything else is a row
+    per setting.
+
+    Args:
+        ablation: what was swept.
+        name: the figure to draw, such as ``test/regret``; settings without it are left out.
+    """
+    shown = [one for one in ablation.settings if name in one.figures and one.figures[name].count]
+    numbers = ablation.numbers(ablation.keys[0]) if len(ablation.keys) == 1 else None
+    label, axis = f"{name} (95% interval over seeds)", PercentFormatter(xmax=1)
+    if numbers is None:
+        figure = _figure(height=1.3 + 0.36 * len(shown))
+        axes = figure.subplots()
+        places = [float(len(shown) - 1 - row) for row in range(len(shown))]
+        _draw_settings(axes, shown, places, name, upright=False)
+        axes.set_ylim(-0.6, len(shown) - 0.4)
+        _dress(axes, x_label=label, grid="x")
+        axes.set_yticks(places, [one.label for one in shown], **_TEXT)
+        shared = axes.xaxis
+    else:
+        figure = _figure(height=3.6)
+        axes = figure.subplots()
+        places = [place for place, one in zip(numbers, ablation.settings, strict=True) if one in shown]
+        if min(places) > 0 and max(places) >= 8 * min(places):
+            axes.set_xscale("log")
+        _draw_settings(axes, shown, places, name, upright=True)
+        _dress(axes, x_label=short_name(ablation.keys[0]), y_label=label)
+        axes.set_xticks(places, [one.label for one in shown], **_SMALL)
+        axes.set_xticks([], minor=True)
+        shared = axes.yaxis
+    if is_share(name):
+        shared.set_major_formatter(axis)
+    _legend(axes)
+    return figure
+
+
 def save_png(figure: Figure, path: str | Path) -> None:
     """Writes a figure on white, replacing a file that is there."""
     figure.savefig(path, format="png", dpi=160, facecolor="white")
+
+
+def _draw_settings(axes: Axes, shown: Sequence[Setting], places: Sequence[float], name: str, *, upright: bool) -> None:
+    """Settings at their places, their figures along the other axis (``upright``: the vertical one)."""
+
+    def at(place: Sequence[float], value: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
+        return (place, value) if upright else (value, place)
+
+    colour, line, _ = SERIES[0]
+    for place, one in zip(places, shown, strict=True):
+        values = [value for value in one.by_job[name] if value is not None]
+        axes.plot(*at([place] * len(values), values), linestyle="", marker=".", markersize=5, color=INK, alpha=0.5,
+                  label="each seed" if one is shown[0] else None)  # fmt: skip
+        if (interval := one.figures[name].interval) is not None:
+            axes.plot(*at((place, place), interval), color=BLUE, linewidth=6, alpha=0.3, solid_capstyle="butt")
+    look = {"color": BLUE, "marker": "o", "markersize": 6, "linewidth": 1.2, "linestyle": "-" if upright else ""}
+    axes.plot(*at(places, [one.figures[name].mean for one in shown]), label="mean over seeds", **look)
+    always = {place: always_of(name, one) for place, one in zip(places, shown, strict=True)}
+    known = {place: value for place, value in always.items() if value is not None}
+    if known and len(set(known.values())) == 1:
+        mark = axes.axhline if upright else axes.axvline
+        mark(next(iter(known.values())), color=colour, linestyle=line, linewidth=1.2, label="always-B")
+    elif known:
+        axes.plot(*at(list(known), list(known.values())), color=colour, linestyle=line, linewidth=1.2, label="always-B")
 
 
 def _share_grid(axes: Axes, policies: Mapping[str, Counter[int]], sizes: Sequence[int]) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
@@ -25,24 +26,43 @@ log = logging.getLogger("blockpilot")
 
 T = TypeVar("T")
 
+
+class Searched(Protocol):
+    """A configuration that says which figure of a run a search is after."""
+
+    optimized_metric: str
+
+
+S = TypeVar("S", bound=Searched)
+
 USER_ERROR, INTERRUPTED = 2, 130
 """Exit codes."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FAILED = "failed-*.txt"
 """In the folder of a sweep: the error of each job that failed, by its number."""
+_GRID = "BasicSweeper"
+"""Hydra's own sweeper, which asks nothing of its jobs."""
 _GO_ON = "interrupted; labels collected so far are kept, and the same command goes on from them"
 
 
 def launch(main: Callable[[], object]) -> None:
-    """Runs an entry decorated by Hydra; an interrupt ends it with one line and exit code 130."""
+    """Runs an entry decorated by Hydra; an interrupt ends it with one line and exit code 130.
+
+    A sweep that ends by an exception (a search none of whose trials gave a figure, or a bug in one job) has printed it;
+    the errors of the jobs that failed before come last, where they are seen.
+    """
     try:
         main()
+    except SystemExit as end:
+        if end.code == 1:
+            FailedJobs.tell_of_unfinished()
+        raise
     except KeyboardInterrupt:  # while it composed, or waited for jobs in other processes
         print(_GO_ON, file=sys.stderr)
         sys.exit(INTERRUPTED)
 
 
-def run_job(config: DictConfig, schema: type[T], run: Callable[[T, Path, str | None], object]) -> None:
+def run_job(config: DictConfig, schema: type[T], run: Callable[[T, Path, str | None], object]) -> float | None:
     """One Hydra job: typed configuration, output folder, one clear line for an error the user can fix.
 
     A single run ends with exit code 2 at such an error. A job of a multirun does not stop the others;
@@ -52,6 +72,9 @@ def run_job(config: DictConfig, schema: type[T], run: Callable[[T, Path, str | N
         config: as Hydra composed it.
         schema: its dataclass.
         run: called with the configuration, the output folder and, in a multirun, the name of the sweep.
+
+    Returns:
+        What ``run`` returned if that is a float, for Hydra's sweeper; None for anything else, or after an error.
     """
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
@@ -60,7 +83,8 @@ def run_job(config: DictConfig, schema: type[T], run: Callable[[T, Path, str | N
     try:
         typed = to_dataclass(config, schema)
         (folder / "config.yaml").write_text(to_yaml(typed), encoding="utf-8")
-        run(typed, folder, group)
+        result = run(typed, folder, group)
+        return result if isinstance(result, float) else None
     except UserError as error:
         _fail(str(error))
     except OSError as error:
@@ -73,6 +97,29 @@ def run_job(config: DictConfig, schema: type[T], run: Callable[[T, Path, str | N
             raise
         log.error(_GO_ON)
         sys.exit(INTERRUPTED)
+    return None
+
+
+def optimized(run: Callable[[S, Path, str | None], Mapping[str, Any]]) -> Callable[[S, Path, str | None], float | None]:
+    """A run that returns the one figure that ``optimized_metric`` names, as sweepers that search want it.
+
+    Only they need it: any other job ends well without such a figure, and returns None.
+    """
+
+    def run_one(config: S, folder: Path, group: str | None) -> float | None:
+        figures = {name: value for name, value in run(config, folder, group).items() if isinstance(value, float)}
+        value = figures.get(config.optimized_metric, math.nan)
+        if math.isfinite(value):
+            return value
+        hydra = HydraConfig.get()
+        if hydra.mode == RunMode.MULTIRUN and not hydra.sweeper._target_.endswith(_GRID):
+            known = ", ".join(name for name, figure in figures.items() if math.isfinite(figure))
+            raise UserError(
+                f"optimized_metric={config.optimized_metric!r} has no value in this run; expected one of {known}"
+            )
+        return None
+
+    return run_one
 
 
 def _fail(error: str) -> None:
@@ -91,18 +138,29 @@ class FailedJobs(Callback):
     ``conf/hydra/default.yaml`` names it.
     """
 
+    _unfinished: DictConfig | None = None
+    """Of the multirun that this process has started and not ended; Hydra tells its end only where all goes well."""
+
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Forgets the errors of an earlier sweep in the same folder."""
         for path in _failed_in(config):
             path.unlink()
+        FailedJobs._unfinished = config
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Repeats each job's error, since its log may be in another process's file; exit code 2 if there is any."""
+        FailedJobs._unfinished = None
         failed = _failed_in(config)
         for path in failed:
             log.error("error: %s", path.read_text(encoding="utf-8").rstrip())
         if failed:
             sys.exit(USER_ERROR)
+
+    @classmethod
+    def tell_of_unfinished(cls) -> None:
+        """The same for a multirun that ended by an exception; nothing without one."""
+        if cls._unfinished is not None:
+            cls().on_multirun_end(cls._unfinished)
 
 
 def _failed_in(config: DictConfig) -> list[Path]:

@@ -1,0 +1,105 @@
+"""A finished Hydra multirun as a folder: what was swept, and the figures each job left.
+
+Knows files only: ``N/.hydra/overrides.yaml``, ``N/config.yaml``, ``N/metrics.json`` and, of a job that failed,
+``failed-N.txt``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from blockpilot.errors import UserError
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job of a multirun."""
+
+    number: int
+    overrides: Mapping[str, str]
+    """What it was started with, value by key, both as typed."""
+    state: str
+    """finished, failed or unfinished."""
+    seed: int | None = None
+    figures: Mapping[str, float | None] | None = None
+    """The numbers of its ``metrics.json`` by name, null where undefined; only of a finished job."""
+    split_by_seed: tuple[str, ...] = ()
+    """Data sets without test prompts of their own: which are tested depends on the seed."""
+
+
+def read_multirun(folder: Path) -> list[Job]:
+    """The jobs of a multirun in the order of their numbers.
+
+    Raises:
+        UserError: there is no such folder, or it holds no job.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder; expected that of a multirun, such as outputs/multirun/DAY/TIME")
+    numbered = sorted((int(path.name), path) for path in folder.iterdir() if path.name.isdecimal())
+    jobs = [_read_job(folder, number, path) for number, path in numbered if (path / ".hydra/overrides.yaml").is_file()]
+    if not jobs:
+        raise UserError(
+            f"{folder} has no jobs; expected a multirun's folder, with a folder N/.hydra of each job N (a multirun is "
+            "python train.py -m ..., its folder is hydra.sweep.dir)"
+        )
+    return jobs
+
+
+def _read_job(folder: Path, number: int, path: Path) -> Job:
+    overrides = _overrides(path / ".hydra/overrides.yaml")
+    figures = _figures(path / "metrics.json")
+    # a folder may be used twice: what is told of the last sweep counts, not what an earlier one left
+    if (folder / f"failed-{number}.txt").exists() or figures is None:
+        failed = (folder / f"failed-{number}.txt").exists()
+        return Job(number, overrides, "failed" if failed else "unfinished")
+    config = _mapping(path / "config.yaml")
+    datasets = config.get("dataset") or {}
+    return Job(
+        number,
+        overrides,
+        "finished",
+        seed=config.get("seed"),
+        figures=figures,
+        split_by_seed=tuple(name for name, splits in datasets.items() if splits.get("test") is None),
+    )
+
+
+def _overrides(path: Path) -> dict[str, str]:
+    """Value by key, signs for adding and removing left out; the last of a key counts, as in Hydra."""
+    pairs = (str(one).lstrip("+~").partition("=") for one in _load(path, list))
+    return {key: value for key, _, value in pairs}
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    return _load(path, dict)
+
+
+def _load(path: Path, kind: type) -> Any:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, kind):
+        raise UserError(f"{path} holds a {type(content).__name__}; expected what Hydra wrote there, a {kind.__name__}")
+    return content
+
+
+def _figures(path: Path) -> dict[str, float | None] | None:
+    """The numbers of a ``metrics.json``; None where a killed job left none, or half of one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(content, dict):
+        return None
+    return {
+        name: None if value is None else float(value)
+        for name, value in content.items()
+        if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+    }
