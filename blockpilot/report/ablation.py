@@ -105,14 +105,16 @@ def gather(jobs: Sequence[Job]) -> Ablation:
 
 
 def ablation_table(ablation: Ablation, extra: str | None = None) -> Table:
-    """A row per setting; intervals stand in brackets under their figures.
+    """A row per setting; half the width of its interval stands under each figure.
 
     Args:
         ablation: what to show.
         extra: a figure to show behind the usual ones, if it is none of them.
     """
     columns = [*_COLUMNS, *([extra] if extra is not None and extra not in _COLUMNS else [])]
-    table = Table(title=Text(f"{', '.join(ablation.keys) or 'one setting'} on all test prompts [{INTERVAL}]"))
+    table = Table(
+        title=Text(f"{', '.join(ablation.keys) or 'one setting'} on all test prompts: mean ± half of the {INTERVAL}")
+    )
     for key in ablation.keys or ("setting",):
         table.add_column(short_name(key), no_wrap=True)
     for name in columns:
@@ -126,7 +128,7 @@ def ablation_table(ablation: Ablation, extra: str | None = None) -> Table:
             figure = one.figures.get(name, over_repetitions([]))
             cells.append(_cell(name, figure, len(one.jobs)))
             if name == GAIN:
-                cells.append(figure.verdict or NO_VALUE)
+                cells.append((figure.verdict or NO_VALUE).replace(" ", "\n"))
         named = list(one.values.values()) or [one.label]
         table.add_row(*(Text(cell) for cell in (*named, *cells, str(len(one.jobs)))))
     return table
@@ -260,20 +262,22 @@ def _seeds_vary(jobs: Sequence[Job]) -> str:
 
 def _heading(name: str) -> str:
     if name == GAIN:
-        return "tau - always-B"
+        return "tau -\nalways-B"
     own = name.removeprefix("test/")
-    return f"{own.removesuffix(_ALWAYS)} always-B" if own.endswith(_ALWAYS) else own.replace("_", " ")
+    return f"{own.removesuffix(_ALWAYS)}\nalways-B" if own.endswith(_ALWAYS) else own.replace("_", "\n")
 
 
 def _cell(name: str, figure: Replicated, jobs: int) -> str:
     if not figure.count:
         return NO_VALUE
     sign = "+" if name == GAIN else ""
-    style = f"{{:{sign}.2%}}" if is_share(name) else f"{{:{sign}.4f}}"
+    digits = "0%" if HEADROOM in name else "1%" if "accuracy" in name else "2%" if is_share(name) else "3f"
+    style = f"{{:{sign}.{digits}}}"
     lines = [style.format(figure.mean)]
     # always-B on the same prompts is the same with every seed
     if figure.interval is not None and not (name.endswith(_ALWAYS) and figure.low == figure.high):
-        lines.append(f"[{', '.join(map(style.format, figure.interval))}]")
+        half = (figure.interval[1] - figure.interval[0]) / 2
+        lines.append(f"± {style.replace('+', '').format(half)}")
     if figure.count < jobs:
         lines.append(f"(of {figure.count})")
     return "\n".join(lines)

@@ -1,9 +1,9 @@
 """Figures: tau by block size, tau by policy, block sizes chosen, seconds of a round by block size, ablations.
 
-Know labels, decodes, summaries, latency profiles and ablations; of files only how a figure becomes one. Built with matplotlib's
-objects alone, so that no backend, current figure or rcParams is touched. Backgrounds are clear, text is drawn in
-``INK``, rules in ``RULE`` and data first in ``BLUE``: a page that embeds a figure may replace these colours to suit its
-own theme.
+Know labels, decodes, summaries, latency profiles and ablations; of files only how a figure becomes one. Built with
+matplotlib's objects alone, so that no backend, current figure or rcParams is touched. Backgrounds are clear, text is
+drawn in ``INK``, rules in ``RULE`` and data first in ``BLUE``: a page that embeds a figure may replace these colours to
+suit its own theme.
 
 Shapes: N prompts, K candidate block sizes.
 """

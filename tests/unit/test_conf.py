@@ -45,6 +45,8 @@ GROUPS = {
     "evaluate": SHARED | {"policy", "logger"},
     "profile": SHARED - {"dataset"},
 }
+# an optional extra brings what these are made of
+EXTRAS = {("sweep", "optuna"): ("hydra_plugins.hydra_optuna_sweeper", "needs the extra optuna")}
 # what a preset leaves to the user
 REQUIRED = {
     ("model", "local"): ["model.target=/some/folder", "drafter.path=/some/folder"],
@@ -93,6 +95,9 @@ def test_no_file_is_left_untested() -> None:
 
 @pytest.mark.parametrize(("command", "group", "name"), presets())
 def test_preset_composes_and_validates(command: str, group: str, name: str) -> None:
+    if (group, name) in EXTRAS:
+        module, reason = EXTRAS[group, name]
+        pytest.importorskip(module, reason=reason)
     choice = f"+{group}={name}" if group == "sweep" else f"{group}={name}"
     config = configured(command, choice, *REQUIRED.get((group, name), []))
     if group in ("model", "drafter", "policy", "objective"):
@@ -288,21 +293,42 @@ def test_preprocess_makes_the_cache_keep_what_it_reads(kind: str, logits: bool, 
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("name", "swept", "count"),
     [
-        ("radius", {"predictor.k": "1,2,3"}),
-        ("depth", {"predictor.depth": "1,2,3"}),
-        ("width", {"predictor.width": "256,512,1024,2048,4096"}),
-        ("preprocess", {"preprocess": "probs,logits,log_probs,topk,stats,hidden"}),
+        ("radius", {"predictor.k": "1,2,3"}, 9),
+        ("depth", {"predictor.depth": "1,2,3,4"}, 12),
+        ("width", {"predictor.width": "256,512,1024,2048,4096"}, 15),
+        ("preprocess", {"preprocess": "probs,logits,log_probs,topk,stats,hidden"}, 18),
+        ("loss", {"predictor.loss": "ce,soft,regret"}, 9),
     ],
 )
-def test_sweep_has_the_points_of_the_paper_and_each_validates(name: str, expected: dict[str, str]) -> None:
+def test_sweep_has_its_points_with_three_seeds_each_and_all_validate(
+    name: str, swept: dict[str, str], count: int
+) -> None:
     hydra = composed("train", f"+sweep={name}", hydra=True).hydra
     assert hydra.mode.name == "MULTIRUN"
-    assert OmegaConf.to_container(hydra.sweeper.params) == expected
-    [(key, values)] = expected.items()
-    oracles = [configured("train", f"+sweep={name}", f"{key}={value}").oracle for value in values.split(",")]
-    assert all(oracle == oracles[0] for oracle in oracles)  # so that one cache serves the whole sweep
+    params = OmegaConf.to_container(hydra.sweeper.params)
+    assert params == {**swept, "seed": "0,1,2"}
+    jobs = list(itertools.product(*([f"{key}={one}" for one in values.split(",")] for key, values in params.items())))
+    assert len(jobs) == count
+    configs = [configured("train", f"+sweep={name}", *job) for job in jobs]
+    assert len({config.seed for config in configs}) == 3
+    # so that one cache serves the whole sweep
+    for part in ("oracle", "generation", "dataset", "model", "drafter", "cache_dir"):
+        assert all(getattr(config, part) == getattr(configs[0], part) for config in configs)
+
+
+def test_the_search_looks_for_what_the_types_allow() -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs the extra optuna")
+    hydra = composed("train", "+sweep=optuna", hydra=True).hydra
+    assert hydra.mode.name == "MULTIRUN" and hydra.sweeper._target_.endswith(".OptunaSweeper")
+    assert hydra.sweeper.direction == "minimize" and hydra.sweeper.sampler._target_ == "optuna.samplers.TPESampler"
+    assert configured("train", "+sweep=optuna").optimized_metric == "eval/regret"
+    for key, value in hydra.sweeper.params.items():
+        kind, _, inner = value.removeprefix("tag(log,").rstrip(")").partition("(")
+        assert kind in ("choice", "interval"), value
+        for one in inner.split(","):
+            configured("train", "+sweep=optuna", f"{key}={one}")
 
 
 def test_hydra_settings() -> None:
@@ -360,7 +386,7 @@ main()
     [
         (["predictor.k=1"], ["outputs/*/*"]),
         (["-m", "predictor.k=1,2"], ["outputs/multirun/*/*/0", "outputs/multirun/*/*/1"]),
-        (["+sweep=radius"], [f"outputs/multirun/*/*/{job}" for job in range(3)]),
+        (["+sweep=radius"], [f"outputs/multirun/*/*/{job}" for job in range(9)]),
     ],
 )
 def test_run_and_multirun_folders(tmp_path: Path, arguments: list[str], folders: list[str]) -> None:

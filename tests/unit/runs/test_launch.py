@@ -43,6 +43,36 @@ def main(config):
 if __name__ == "__main__":
     launch(main)
 """
+SEARCH = """
+import math
+from dataclasses import dataclass
+from pathlib import Path
+import hydra
+from hydra.experimental.callback import Callback
+from blockpilot.errors import UserError
+from blockpilot.runs.launch import launch, optimized, run_job
+
+@dataclass
+class Settings:
+    x: float = 0.0
+    optimized_metric: str = "loss"
+
+def work(settings, folder, group):
+    if settings.x > 2:
+        raise UserError(f"x={settings.x} is too large")
+    return {"loss": (settings.x - 1) ** 2, "undefined": math.nan, "name": "text", "rows": []}
+
+class Returned(Callback):
+    def on_job_end(self, config, job_return, **kwargs):
+        Path(config.hydra.runtime.output_dir, "returned.txt").write_text(repr(job_return.return_value))
+
+@hydra.main(config_path="conf", config_name="app", version_base="1.3")
+def main(config):
+    return run_job(config, Settings, optimized(work))
+
+if __name__ == "__main__":
+    launch(main)
+"""
 PLUGINS = {
     "basic": "hydra",
     "joblib": "hydra_plugins.hydra_joblib_launcher",
@@ -115,6 +145,104 @@ def test_failed_jobs_of_a_multirun_stop_no_other_and_are_told(app: list[str], tm
 
 
 @pytest.mark.parametrize("launcher", PLUGINS)
+def test_the_errors_of_a_multirun_that_a_bug_ends_come_last(app: list[str], tmp_path: Path) -> None:
+    code, output = finished([*app, "x=1,2,4", "-m"], tmp_path)
+    assert code == 2 and "RuntimeError: a bug" in output
+    assert output.rstrip().splitlines()[-1].endswith("error: job 0: x=1 is not allowed; expected another (x=1)")
+    code, output = finished([*app, "x=0,2,4", "-m"], tmp_path)
+    assert code == 1 and "error: job" not in output
+
+
+# --- what a job hands to its sweeper
+
+
+@pytest.fixture
+def search(app: list[str], tmp_path: Path) -> list[str]:
+    """A command whose jobs are worth ``(x - 1) ** 2``, and leave what they handed over in ``returned.txt``."""
+    settings = "defaults: [{hydra: default}, _self_]\nx: 0\noptimized_metric: loss\n"
+    (tmp_path / "conf/app.yaml").write_text(settings)
+    (tmp_path / "app.py").write_text(SEARCH)
+    return [*app, "+hydra.callbacks.returned={_target_: __main__.Returned}"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "returned"),
+    [
+        (["x=3"], "None"),
+        (["x=0.5"], "0.25"),
+        (["optimized_metric=undefined"], "None"),
+        (["optimized_metric=name"], "None"),
+        (["optimized_metric=typo"], "None"),
+    ],
+)
+def test_a_job_returns_its_figure_or_nothing(
+    search: list[str], tmp_path: Path, overrides: list[str], returned: str
+) -> None:
+    code, output = finished([*search, *overrides, "-m"], tmp_path)  # a grid needs no figure
+    assert code == (2 if "x=3" in overrides else 0), output
+    assert (tmp_path / "sweep/0/returned.txt").read_text() == returned
+
+
+def test_a_single_run_ends_well_without_its_figure(search: list[str], tmp_path: Path) -> None:
+    code, output = finished([*search, "optimized_metric=typo"], tmp_path)
+    assert (code, output) == (0, "")
+    assert (tmp_path / "run/returned.txt").read_text() == "None"
+
+
+OPTUNA = ["hydra/sweeper=optuna", "hydra.sweeper.n_jobs=1", "hydra.sweeper.sampler.seed=0"]
+
+
+def need_optuna() -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs the extra optuna")
+
+
+@pytest.mark.parametrize("launcher", ["basic", "joblib"])
+def test_a_search_finds_the_best_and_goes_on_after_failed_trials(
+    search: list[str], tmp_path: Path, launcher: str
+) -> None:
+    need_optuna()
+    need(launcher)
+    overrides = ["x=choice(0.5,0.9,3)", "hydra.sweeper.n_trials=9", f"hydra/launcher={launcher}"]
+    code, output = finished([*search, *OPTUNA, *overrides, "-m"], tmp_path)
+    assert code == 2 and "Traceback" not in output, output
+    result = (tmp_path / "sweep/optimization_results.yaml").read_text()
+    assert "best_value: 0.00999" in result or "best_value: 0.01" in result
+    assert len(list((tmp_path / "sweep").glob("*/returned.txt"))) == 9
+    assert output.rstrip().splitlines()[-1].endswith(": x=3.0 is too large (x=3)")
+
+
+def test_a_search_without_any_figure_ends_with_the_users_lines(search: list[str], tmp_path: Path) -> None:
+    need_optuna()
+    code, output = finished([*search, *OPTUNA, "x=choice(3,4)", "hydra.sweeper.n_trials=2", "-m"], tmp_path)
+    assert code == 2
+    last = output.rstrip().splitlines()[-2:]
+    assert ["error: job 0: " in last[0], "error: job 1: " in last[1]] == [True, True]
+    assert all("is too large" in line for line in last)
+
+
+@pytest.mark.parametrize("name", ["typo", "undefined", "name"])
+def test_a_search_for_what_is_no_figure_is_told_the_figures(search: list[str], tmp_path: Path, name: str) -> None:
+    need_optuna()
+    overrides = ["x=interval(0.0,2.0)", f"optimized_metric={name}", "hydra.sweeper.n_trials=1"]
+    code, output = finished([*search, *OPTUNA, *overrides, "-m"], tmp_path)
+    assert code == 2
+    line = output.rstrip().splitlines()[-1]
+    assert f"job 0: optimized_metric='{name}' has no value in this run; expected one of loss (" in line
+
+
+def test_a_study_on_disk_goes_on(search: list[str], tmp_path: Path) -> None:
+    need_optuna()
+    study = [f"hydra.sweeper.storage=sqlite:///{tmp_path}/study.db", "hydra.sweeper.study_name=one"]
+    overrides = [*study, "x=interval(0.0,2.0)", "hydra.sweeper.n_trials=2"]
+    for _ in range(2):
+        code, output = finished([*search, *OPTUNA, *overrides, "-m"], tmp_path)
+        assert code == 0, output
+    import sqlite3
+
+    with sqlite3.connect(tmp_path / "study.db") as base:
+        assert base.execute("select count(*), sum(state = 'COMPLETE') from trials").fetchone() == (4, 4)
+
+
 def test_an_interrupt_is_told_and_ends_all_jobs(app: list[str], tmp_path: Path, launcher: str) -> None:
     need(launcher)
     process, _ = started([*app, f"hydra/launcher={launcher}", "x=3,3", "-m"], tmp_path)
