@@ -95,8 +95,9 @@ def app(tmp_path: Path) -> list[str]:
 
 
 def finished(command: list[str], folder: Path) -> tuple[int, str]:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
-    return done.returncode, done.stdout + done.stderr
+    """Exit code and all that was shown, in that order."""
+    done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
+    return done.returncode, done.stdout
 
 
 def started(command: list[str], folder: Path) -> tuple[subprocess.Popen[str], int]:
@@ -144,7 +145,6 @@ def test_failed_jobs_of_a_multirun_stop_no_other_and_are_told(app: list[str], tm
     assert "error" not in output and not list((tmp_path / "sweep").glob("*.txt"))
 
 
-@pytest.mark.parametrize("launcher", PLUGINS)
 def test_the_errors_of_a_multirun_that_a_bug_ends_come_last(app: list[str], tmp_path: Path) -> None:
     code, output = finished([*app, "x=1,2,4", "-m"], tmp_path)
     assert code == 2 and "RuntimeError: a bug" in output
@@ -243,6 +243,7 @@ def test_a_study_on_disk_goes_on(search: list[str], tmp_path: Path) -> None:
         assert base.execute("select count(*), sum(state = 'COMPLETE') from trials").fetchone() == (4, 4)
 
 
+@pytest.mark.parametrize("launcher", PLUGINS)
 def test_an_interrupt_is_told_and_ends_all_jobs(app: list[str], tmp_path: Path, launcher: str) -> None:
     need(launcher)
     process, _ = started([*app, f"hydra/launcher={launcher}", "x=3,3", "-m"], tmp_path)
