@@ -308,8 +308,9 @@ def test_sweep_has_its_points_with_three_seeds_each_and_all_validate(
     hydra = composed("train", f"+sweep={name}", hydra=True).hydra
     assert hydra.mode.name == "MULTIRUN"
     params = OmegaConf.to_container(hydra.sweeper.params)
-    assert params == {**swept, "seed": "0,1,2"}
-    jobs = list(itertools.product(*([f"{key}={one}" for one in values.split(",")] for key, values in params.items())))
+    expected = {**swept, "seed": "0,1,2"}
+    assert params == expected
+    jobs = list(itertools.product(*([f"{key}={one}" for one in values.split(",")] for key, values in expected.items())))
     assert len(jobs) == count
     configs = [configured("train", f"+sweep={name}", *job) for job in jobs]
     assert len({config.seed for config in configs}) == 3

@@ -256,10 +256,11 @@ def test_the_figure_of_few_numbers_is_linear_and_always_b_may_differ_between_the
         for job in jobs([{"predictor.k": k} for k in ("1", "2", "3")])
         for k in [int(job.overrides["predictor.k"])]
     ]
-    [axes] = ablation_figure(gather(made), "test/regret").axes
+    figure = ablation_figure(gather(made), "test/regret")
+    [axes] = figure.axes
     assert axes.get_xscale() == "linear"
     assert drawn(axes, "always-B") == ([1, 2, 3], pytest.approx([0.01, 0.02, 0.03]))
-    axes.figure.draw_without_rendering()
+    figure.draw_without_rendering()
     assert axes.get_yticklabels()[0].get_text().endswith("%")
 
 
