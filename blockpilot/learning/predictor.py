@@ -23,24 +23,29 @@ FEW_TOKENS = 64
 """A single row of so few tokens is a product of its own: an embedding bag costs more to set up."""
 
 
-class SparseLinear(nn.EmbeddingBag):
+class SparseLinear(nn.Module):
     """``nn.Linear(V, W)`` on sparse rows: reads the weights of the stored non-zeros only.
 
     The same function, gradients and initial distribution as ``nn.Linear`` on the rows written out in full; the
     weight is stored transposed, ``[V, W]``, so that a token's weights lie together, and its gradient is sparse: it
-    holds the tokens of the batch only. :class:`~blockpilot.learning.optimizer.LazyAdamW` takes such gradients. Being
-    an ``EmbeddingBag(sparse=True)`` tells ``DistributedDataParallel`` to expect them.
+    holds the tokens of the batch only. :class:`~blockpilot.learning.optimizer.LazyAdamW` takes such gradients.
     """
 
     def __init__(self, in_features: int, out_features: int):
-        super().__init__(in_features, out_features, mode="sum", sparse=True, include_last_offset=True)
-        bound = 1 / math.sqrt(in_features)
+        super().__init__()
+        bound = 1 / math.sqrt(in_features)  # what nn.Linear.reset_parameters amounts to
+        weight_VW = torch.empty(in_features, out_features).uniform_(-bound, bound)
+        # an EmbeddingBag(sparse=True) tells DistributedDataParallel to expect sparse gradients, of all it holds: so
+        # the bias is not in it
+        self.table = nn.EmbeddingBag.from_pretrained(
+            weight_VW, freeze=False, mode="sum", sparse=True, include_last_offset=True
+        )
         self.bias = nn.Parameter(torch.empty(out_features).uniform_(-bound, bound))
 
-    def reset_parameters(self) -> None:
-        """Uniform in ``+-1 / sqrt(V)``: what ``nn.Linear.reset_parameters`` amounts to."""
-        bound = 1 / math.sqrt(self.num_embeddings)
-        nn.init.uniform_(self.weight, -bound, bound)
+    @property
+    def weight(self) -> Tensor:
+        """``[V, W]``."""
+        return self.table.weight
 
     def on_raw_inputs(self) -> tuple[Tensor, Tensor]:
         """Weight ``[W, V]`` and bias of the ``nn.Linear`` that is the same function."""

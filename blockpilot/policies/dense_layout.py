@@ -49,6 +49,7 @@ def export_dense(policy: PredictorPolicy, path: str | Path) -> None:
     if settings.min_gain is not None:
         warnings.warn(f"the authors' layout does not know predictor.min_gain={settings.min_gain}", stacklevel=2)
     own = {name: tensor.detach() for name, tensor in policy.predictor.named_parameters()}
+    own = {name: tensor for name, tensor in own.items() if not name.startswith("first.")}
     own["first.weight"], own["first.bias"] = policy.predictor.first.on_raw_inputs()
     weights = {_their_name(name): tensor.to("cpu", torch.bfloat16) for name, tensor in own.items()}
     path = Path(path)
@@ -109,7 +110,7 @@ def import_dense(
 
 
 def _their_name(name: str) -> str:
-    """``first.weight`` is their ``layers.0.weight``, ``hidden.0.bias`` their ``layers.1.bias``, ``head`` ``fc_out``."""
+    """Ours to theirs: ``first`` (and ``first.table``) is ``layers.0``, ``hidden.0`` is ``layers.1``, ``head`` ``fc_out``."""
     part, *index, leaf = name.split(".")
     place = {"first": "layers.0", "head": "fc_out"}.get(part) or f"layers.{int(index[0]) + 1}"
     return f"{place}.{leaf}"

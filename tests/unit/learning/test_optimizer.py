@@ -113,7 +113,8 @@ def test_a_training_step_is_that_of_linear_and_adamw() -> None:
     sparse = make_predictor()
     dense = BlockSizePredictor(V, [3, 4, 5], sparse_input=False, width=W, dropout=0.0)
     state = sparse.state_dict()
-    dense.load_state_dict(state | {"first.weight": state["first.weight"].T})
+    first = {"first.weight": sparse.first.weight.detach().T, "first.mean": torch.zeros(V), "first.scale": torch.ones(V)}
+    dense.load_state_dict(first | {name: t for name, t in state.items() if name != "first.table.weight"})
     features, best = rows_of(6), torch.arange(6) % 3
     assert features.offsets is not None and len(features.values) < 6 * V
     given = ((sparse, features), (dense, Features(features.dense(V))))
