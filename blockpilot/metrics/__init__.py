@@ -5,6 +5,7 @@ The wrappers stay in ``metrics.modules``, so that who only decodes does not load
 
 from __future__ import annotations
 
+from blockpilot.metrics.estimate import Estimate, PairedBootstrap
 from blockpilot.metrics.formulas import (
     best_choice,
     best_fixed,
@@ -19,9 +20,8 @@ from blockpilot.metrics.formulas import (
     speedup,
     tau_per_prompt,
 )
-from blockpilot.metrics.summary import DecodedPrompt, Interval, PolicySummary, RoundCosts, summarize
+from blockpilot.metrics.summary import DecodedPrompt, PolicySummary, RoundCosts, summarize
 from blockpilot.metrics.sweep import (
-    Estimate,
     FixedSize,
     OracleGain,
     SequenceBound,
@@ -34,8 +34,8 @@ __all__ = [
     "DecodedPrompt",
     "Estimate",
     "FixedSize",
-    "Interval",
     "OracleGain",
+    "PairedBootstrap",
     "PolicySummary",
     "RoundCosts",
     "SequenceBound",

@@ -32,7 +32,7 @@ def tau_per_prompt(committed_tokens: Tensor, rounds: Tensor) -> Tensor:
     Returns:
         float64, same shape; NaN where there are no rounds.
     """
-    return _ratio(committed_tokens, rounds)
+    return ratio(committed_tokens, rounds)
 
 
 def mean_tau(committed_tokens: Tensor, rounds: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,7 +59,7 @@ def pooled_tau(committed_tokens: Tensor, rounds: Tensor) -> Tensor:
     Returns:
         float64 ``[...]``; NaN if there are no rounds at all.
     """
-    return _ratio(committed_tokens.sum(-1), rounds.sum(-1))
+    return ratio(committed_tokens.sum(-1), rounds.sum(-1))
 
 
 def speed_utility(committed_tokens: Tensor, seconds: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def speed_utility(committed_tokens: Tensor, seconds: Tensor) -> Tensor:
     Returns:
         float64, same shape; NaN where there are no rounds.
     """
-    return _ratio(committed_tokens, seconds)
+    return ratio(committed_tokens, seconds)
 
 
 def best_choice(utility_NK: Tensor) -> Tensor:
@@ -168,7 +168,12 @@ def headroom_captured(policy_tau: Tensor, always_tau: Tensor, oracle_tau: Tensor
 
 def share_of_headroom(gain: Tensor, headroom: Tensor) -> Tensor:
     """``gain / headroom``, NaN where there is no headroom."""
-    return _ratio(gain, headroom)
+    return ratio(gain, headroom)
+
+
+def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Float64 quotient; NaN where the denominator is not above 0."""
+    return torch.where(denominator > 0, numerator.double() / denominator.double(), torch.nan)
 
 
 def speedup(baseline_seconds: Tensor, baseline_tokens: Tensor, seconds: Tensor, tokens: Tensor) -> Tensor:
@@ -178,16 +183,33 @@ def speedup(baseline_seconds: Tensor, baseline_tokens: Tensor, seconds: Tensor, 
     own time is in ``seconds``.
 
     Args:
-        baseline_seconds: decode seconds per prompt of plain autoregressive decoding, ``[..., N]``.
-        baseline_tokens: its output tokens less the prefill token, ``[..., N]``.
-        seconds: decode seconds per prompt, ``[..., N]``.
-        tokens: output tokens less the prefill token, ``[..., N]``.
+        baseline_seconds: decode seconds of plain autoregressive decoding, all prompts together, any shape.
+        baseline_tokens: its output tokens less the prefill tokens, same shape.
+        seconds: decode seconds, all prompts together, same shape.
+        tokens: output tokens less the prefill tokens, same shape.
 
     Returns:
-        float64 ``[...]``; NaN if either side has no decode tokens.
+        float64, same shape; NaN if either side has no decode tokens or took no time.
     """
-    baseline = _ratio(baseline_seconds.double().sum(-1), baseline_tokens.sum(-1))
-    return baseline / _ratio(seconds.double().sum(-1), tokens.sum(-1))
+    return ratio(ratio(baseline_seconds, baseline_tokens), ratio(seconds, tokens))
+
+
+def speed_gain(saved_seconds: Tensor, seconds: Tensor, more_tokens: Tensor, always_tokens: Tensor) -> Tensor:
+    """Relative gain in tokens per second over always-B, from totals over the same prompts.
+
+    (tokens / seconds) / (always_tokens / always_seconds) - 1, written with differences, so that it is exactly 0 where
+    there are none. Seconds and tokens are as in :func:`speedup`; decoding is lossless, so there are rarely more tokens.
+
+    Args:
+        saved_seconds: always_seconds - seconds, any shape.
+        seconds: decode seconds of the policy, same shape.
+        more_tokens: tokens - always_tokens, same shape.
+        always_tokens: decode tokens under always-B, same shape.
+
+    Returns:
+        float64, same shape; NaN without time or tokens.
+    """
+    return (1 + ratio(saved_seconds, seconds)) * (1 + ratio(more_tokens, always_tokens)) - 1
 
 
 def bootstrap_interval(
@@ -223,10 +245,10 @@ def bootstrap_interval(
     return percentile_interval(torch.cat(values), confidence)
 
 
-def bootstrap_means(values_NM: Tensor, samples: int = 2000, seed: int = 0) -> Tensor:
-    """Means over resampled prompts of many figures at once, by the same draws as :func:`bootstrap_interval`.
+def bootstrap_sums(values_NM: Tensor, samples: int = 2000, seed: int = 0) -> Tensor:
+    """Sums over resampled prompts of many figures at once, by the same draws as :func:`bootstrap_interval`.
 
-    Every figure that is a function of means (a difference, a ratio of means) has its interval from the result, paired.
+    Every figure that is a function of sums (a mean, a ratio of means) has its interval from the result, paired.
 
     Args:
         values_NM: M figures of each of N >= 1 prompts, without NaN.
@@ -237,12 +259,12 @@ def bootstrap_means(values_NM: Tensor, samples: int = 2000, seed: int = 0) -> Te
         float64 ``[S, M]``.
     """
     num_prompts = len(values_NM)
-    means = []
+    sums = []
     for drawn_SN in _resamplings(num_prompts, samples, seed):
         times_SN = torch.zeros(drawn_SN.shape, dtype=torch.float64)
         times_SN.scatter_add_(1, drawn_SN, torch.ones_like(times_SN))
-        means.append(times_SN @ values_NM.double() / num_prompts)
-    return torch.cat(means)
+        sums.append(times_SN @ values_NM.double())
+    return torch.cat(sums)
 
 
 def percentile_interval(values_S: Tensor, confidence: float = 0.95) -> tuple[float, float]:
@@ -259,11 +281,6 @@ def _resamplings(num_prompts: int, samples: int, seed: int) -> Iterator[Tensor]:
     at_once = max(1, _RESAMPLED_ELEMENTS // num_prompts)
     for start in range(0, samples, at_once):
         yield torch.randint(num_prompts, (min(at_once, samples - start), num_prompts), generator=generator)
-
-
-def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """float64 quotient; NaN where the denominator is not above 0."""
-    return torch.where(denominator > 0, numerator.double() / denominator.double(), torch.nan)
 
 
 def _best_and_chosen(utility_NK: Tensor, choice_N: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,20 +17,7 @@ from torch import Tensor
 
 from blockpilot.errors import UserError
 from blockpilot.metrics import formulas
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A figure with its 95 % bootstrap interval over prompts."""
-
-    value: float
-    low: float
-    high: float
-
-    @property
-    def verdict(self) -> str:
-        """What a gain says: ``better`` or ``worse`` where the interval has 0 on one side only."""
-        return "better" if self.low > 0 else "worse" if self.high < 0 else "not distinguishable"
+from blockpilot.metrics.estimate import Estimate, PairedBootstrap
 
 
 @dataclass(frozen=True)
@@ -133,7 +120,7 @@ def summarize_sweep(
     if chosen_N is not None:
         scored = _score(tau_NK, sizes, trained, chosen_N[kept_N])
         figures |= {"chosen": scored.tau_N, "regret": scored.regret_N}
-    means = _Means.of(figures, trained if trained in sizes else None, samples, seed)
+    means = _Means(figures, trained if trained in sizes else None, samples, seed)
     return SweepSummary(
         block_sizes=sizes,
         trained=trained,
@@ -177,7 +164,7 @@ def summarize_bound(
     figures: dict[Hashable, Tensor] = {"best": best_N, "oracle": utility_NK.amax(1)}
     if trained in block_sizes:
         figures["always"] = utility_NK[:, list(block_sizes).index(trained)]
-    gains = {base: _Means.of(figures, base, samples, seed) for base in figures if base != "best"}
+    gains = {base: _Means(figures, base, samples, seed) for base in figures if base != "best"}
     return SequenceBound(
         num_prompts=len(best_N),
         utility=gains["oracle"].estimate("best"),
@@ -195,36 +182,22 @@ def windows(block_sizes: Sequence[int], trained: int) -> dict[int, tuple[int, ..
     return found
 
 
-@dataclass(frozen=True)
 class _Means:
-    """Means of named figures per prompt, and their means over resampled prompts."""
+    """Means of named figures per prompt, and gains over one of them."""
 
-    point: Mapping[Hashable, Tensor]
-    resampled: Mapping[Hashable, Tensor]
-    """float64 ``[S]`` each."""
-    base: Hashable | None
-    """The figure that gains are over."""
-
-    @classmethod
-    def of(cls, figures: Mapping[Hashable, Tensor], base: Hashable | None, samples: int, seed: int) -> _Means:
-        values_NM = torch.stack(list(figures.values()), 1)
-        means_SM = formulas.bootstrap_means(values_NM, samples, seed)
-        return cls(
-            dict(zip(figures, values_NM.mean(0), strict=True)),
-            dict(zip(figures, means_SM.unbind(1), strict=True)),
-            base,
-        )
+    def __init__(self, figures: Mapping[Hashable, Tensor], base: Hashable | None, samples: int, seed: int) -> None:
+        gains = {} if base is None else {("over", base, name): own - figures[base] for name, own in figures.items()}
+        self.base = base
+        self.sums = PairedBootstrap({**figures, **gains}, samples, seed)
 
     def estimate(self, name: Hashable) -> Estimate:
-        return Estimate(float(self.point[name]), *formulas.percentile_interval(self.resampled[name]))
+        return self.sums.mean(name)
 
     def gain(self, name: Hashable) -> Estimate | None:
         """Relative gain over the base, prompts paired; None for the base itself and where there is none."""
         if self.base is None or name == self.base:
             return None
-        ratio_S = self.resampled[name] / self.resampled[self.base]
-        value = float(self.point[name] / self.point[self.base] - 1)
-        return Estimate(value, *formulas.percentile_interval(ratio_S - 1))
+        return self.sums.ratio(("over", self.base, name), self.base)
 
 
 @dataclass(frozen=True)

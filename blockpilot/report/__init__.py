@@ -16,13 +16,14 @@ from blockpilot.report.plots import (
 )
 from blockpilot.report.progress import progress_bar
 from blockpilot.report.sweep import bound_line, oracle_table, print_tables, sweep_values
-from blockpilot.report.table import summary_rows, summary_table
+from blockpilot.report.table import dataset_table, summary_rows, summary_table
 from blockpilot.report.tracking import log_summary
 
 __all__ = [
     "ablation_figure",
     "bound_line",
     "choice_figure",
+    "dataset_table",
     "latency_figure",
     "latency_table",
     "locality_figure",

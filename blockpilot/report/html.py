@@ -16,16 +16,26 @@ from matplotlib.figure import Figure
 
 from blockpilot.metrics import PolicySummary
 from blockpilot.report.plots import BLUE, INK, RULE
-from blockpilot.report.table import COLUMNS, REGRET_SPEED, columns, has_speed, summary_cells
+from blockpilot.report.table import COLUMNS, REGRET_SPEED, columns, has_speed, prompts_text, summary_cells
 
 _MEANINGS = (
     ("block size", "positions verified per round, anchor included: mean over a prompt's rounds, then over prompts"),
     ("tau", "tokens committed per round: mean over a prompt's rounds, then over prompts. Higher is better"),
-    ("tau pooled", "all committed tokens over all rounds, so that long outputs weigh more than in tau"),
+    ("tau gain", "difference in tau to always using the trained block size, relative to the latter's tau"),
     (
         "speedup",
         "seconds per output token of autoregressive decoding over those of this policy. Prefill is in neither; "
         "the policy's own time is included",
+    ),
+    (
+        "speed gain",
+        "difference in measured tokens per second to always using the trained block size, relative to the latter's; "
+        "the policy's own time is included",
+    ),
+    (
+        "accuracy",
+        "share of the prompts on which the policy reaches the tau of the best candidate; where several are best, each "
+        "is right",
     ),
     ("regret", "share of the best candidate's tau that the policy gives away, mean over prompts. 0% is perfect"),
     (
@@ -37,11 +47,6 @@ _MEANINGS = (
         "headroom captured",
         "how much of the way from always using the trained block size (0%) to the best candidate for every prompt "
         "(100%) the policy covers. Below 0% the trained block size alone does better",
-    ),
-    (
-        "prompts",
-        "test prompts. Where it says 63 of 64, one output ended with the prefill token: it has no rounds and so no "
-        "tau, and is left out of block size, tau, regret and headroom",
     ),
 )
 """(heading, meaning) of the columns of ``summary_cells``."""
@@ -96,6 +101,7 @@ def write_report(
     figures: Mapping[str, Figure],
     config_yaml: str,
     facts: Mapping[str, str],
+    datasets: Mapping[str, Sequence[PolicySummary]] | None = None,
 ) -> None:
     """Writes the page, replacing a file that is there.
 
@@ -106,6 +112,7 @@ def write_report(
         figures: caption -> figure, in reading order.
         config_yaml: the resolved configuration, shown folded.
         facts: label -> value, shown at the top: model, device, data sets, seed.
+        datasets: data set -> rows of a table of its own.
     """
     fact_list = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items())
     drawings = "".join(
@@ -116,6 +123,7 @@ def write_report(
     meanings = "".join(
         f"<dt>{escape(heading)}</dt><dd>{escape(meaning)}.</dd>\n" for heading, meaning in _MEANINGS if heading in shown
     )
+    sections = "".join(f"{_section(f'Policies on {name}', rows)}\n" for name, rows in (datasets or {}).items())
     page = f"""<!doctype html>
 <html lang="en">
 <head>
@@ -129,14 +137,16 @@ def write_report(
 <main>
 <h1>{escape(title)}</h1>
 <dl class="facts">{fact_list}</dl>
-<h2>Policies</h2>
-<div class="scroll" tabindex="0" role="region" aria-label="Policies">{_table(summaries)}</div>
+{_section("Policies", summaries)}
 <h2>What the columns mean</h2>
 <dl class="meanings">
 {meanings}</dl>
-<p class="note">Brackets hold 95% bootstrap intervals over prompts. All policies decode the same prompts, so a
-difference between two can be firm even where their intervals overlap; the interval of headroom captured is paired.</p>
-<h2>Figures</h2>
+<p class="note">Brackets hold 95% bootstrap intervals over prompts, the same resampled prompts for all policies. A gain
+is a paired comparison: it can be firm even where the intervals of tau overlap. "Better" and "worse" say that its
+interval has 0 on one side only, "not distinguishable" that it does not; among twenty policies that make no difference,
+about one would be called better or worse by chance. A prompt whose output ended with the prefill token has no rounds
+and so no tau: it is in no figure made of tau.</p>
+{sections}<h2>Figures</h2>
 <div class="figures">
 {drawings}</div>
 <h2>Configuration</h2>
@@ -148,14 +158,22 @@ difference between two can be firm even where their intervals overlap; the inter
     Path(path).write_text(page, encoding="utf-8")
 
 
+def _section(title: str, summaries: Sequence[PolicySummary]) -> str:
+    """A headed table that scrolls by itself on a narrow page."""
+    return (
+        f"<h2>{escape(title)}</h2>\n<p>{prompts_text(summaries)}</p>\n"
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(title)}">{_table(summaries)}</div>'
+    )
+
+
 def _table(summaries: Sequence[PolicySummary]) -> str:
     shown = columns(has_speed(summaries))
     headings = "".join(f'<th scope="col">{escape(name)}</th>' for name in ("policy", *shown))
     rows = []
     for one in summaries:
         cells = "".join(
-            f"<td>{escape(figure)}{f'<small>{escape(remark)}</small>' if remark else ''}</td>"
-            for figure, remark in map(summary_cells(one).__getitem__, shown)
+            f"<td>{escape(figure)}{''.join(f'<small>{escape(remark)}</small>' for remark in remarks)}</td>"
+            for figure, *remarks in map(summary_cells(one).__getitem__, shown)
         )
         rows.append(f'<tr><th scope="row">{escape(one.policy)}</th>{cells}</tr>\n')
     return f"<table><thead><tr>{headings}</tr></thead>\n<tbody>\n{''.join(rows)}</tbody></table>"

@@ -27,6 +27,7 @@ from blockpilot.metrics import DecodedPrompt, PolicySummary, SweepSummary, best_
 from blockpilot.oracle.table import LabelTable
 from blockpilot.report.ablation import Ablation, Setting, always_of, is_share, short_name
 from blockpilot.report.latency import reference_size, relative_costs
+from blockpilot.report.table import plain
 
 INK = "#24292f"
 RULE = "#d0d7de"
@@ -110,15 +111,15 @@ def locality_figure(summary: SweepSummary) -> Figure:
 
 def tau_bar_figure(summaries: Sequence[PolicySummary]) -> Figure:
     """Tau of every policy with its 95 % interval. Plain autoregressive decoding (tau 1 by definition) is left out."""
-    shown = [one for one in summaries if one.mean_block_size != 1][::-1]
+    shown = [one for one in summaries if not plain(one)][::-1]
     figure = _figure(height=1.0 + 0.36 * len(shown))
     axes = figure.subplots()
     for place, one in enumerate(shown):
-        low, high = one.tau_interval
-        axes.plot((low, high), (place, place), color=BLUE, linewidth=6, alpha=0.3, solid_capstyle="butt")
-        axes.plot(one.tau, place, color=BLUE, marker="o", markersize=6)
+        tau = one.tau
+        axes.plot((tau.low, tau.high), (place, place), color=BLUE, linewidth=6, alpha=0.3, solid_capstyle="butt")
+        axes.plot(tau.value, place, color=BLUE, marker="o", markersize=6)
         axes.annotate(
-            f"{one.tau:.3f}", (one.tau, place), xytext=(0, 6), textcoords="offset points", ha="center", **_SMALL
+            f"{tau.value:.3f}", (tau.value, place), xytext=(0, 6), textcoords="offset points", ha="center", **_SMALL
         )
     axes.set_ylim(-0.6, len(shown) - 0.2)
     _dress(axes, x_label="tau with 95% interval (tokens per round)", grid="x")

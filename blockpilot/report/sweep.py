@@ -75,9 +75,10 @@ def oracle_table(summary: SweepSummary, brief: bool = False) -> Table:
 
 def print_tables(*tables: Table) -> None:
     """Prints tables whole: a narrow terminal may wrap their lines, but nothing in them is cut."""
-    console = Console(width=max(Console().width, TABLE_WIDTH))
+    console = Console()
     for table in tables:
-        console.print(table)
+        width = max(console.width, TABLE_WIDTH, console.measure(table).minimum)
+        console.print(table, width=width)
 
 
 def choice_lines(summary: SweepSummary, name: str) -> list[str]:

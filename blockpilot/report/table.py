@@ -1,4 +1,4 @@
-"""Policy summaries as a terminal table and as plain rows.
+"""Policy summaries as terminal tables and as plain rows.
 
 Knows how figures are rounded and named for people and for files; computes none of them.
 """
@@ -6,39 +6,46 @@ Knows how figures are rounded and named for people and for files; computes none 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-from blockpilot.metrics import Interval, PolicySummary
+from blockpilot.metrics import Estimate, PolicySummary
 
 NO_VALUE = "-"
 """Shown where a figure is undefined or was not asked for."""
 
 REGRET_SPEED = "regret (speed)"
 COLUMNS = (
-    "block size", "tau", "tau pooled", "speedup", "regret", REGRET_SPEED, "headroom captured", "prompts",
+    "block size", "tau", "tau gain", "speedup", "speed gain", "accuracy", "regret", REGRET_SPEED, "headroom captured",
 )  # fmt: skip
 """Headings after the policy's name."""
 
 
-def summary_rows(summaries: Sequence[PolicySummary]) -> list[dict[str, str | int | float | None]]:
-    """One flat dict per policy, fit for JSON and W&B: an interval is two keys, NaN and infinity become None.
+def summary_rows(summaries: Sequence[PolicySummary]) -> list[dict[str, Any]]:
+    """One flat dict per policy, fit for JSON: an interval is two keys, NaN and infinity become None.
 
-    ``regret_speed`` is a key only where rounds have costs.
+    ``choices`` maps block sizes, as strings, to prompts. ``regret_speed`` is a key only where rounds have costs.
     """
     speed = has_speed(summaries)
     return [
         {
             "policy": one.policy,
             "mean_block_size": _finite(one.mean_block_size),
-            **_with_interval("tau", one.tau, one.tau_interval),
+            **_with_interval("tau", one.tau),
             "tau_pooled": _finite(one.tau_pooled),
-            **_with_interval("speedup", one.speedup, one.speedup_interval),
-            **_with_interval("regret", one.regret, one.regret_interval),
-            **_with_interval("headroom_captured", one.headroom_captured, one.headroom_captured_interval),
-            **(_with_interval("regret_speed", one.regret_speed, one.regret_speed_interval) if speed else {}),
+            **_with_interval("tau_gain", one.tau_gain),
+            "tau_gain_verdict": verdict(one.tau_gain),
+            **_with_interval("speedup", one.speedup),
+            **_with_interval("speed_gain", one.speed_gain),
+            "speed_gain_verdict": verdict(one.speed_gain),
+            "accuracy": _finite(one.accuracy),
+            **_with_interval("regret", one.regret),
+            **_with_interval("headroom_captured", one.headroom_captured),
+            **(_with_interval("regret_speed", one.regret_speed) if speed else {}),
+            "choices": {str(size): count for size, count in one.choices.items()},
             "num_prompts": one.num_prompts,
             "num_prompts_without_rounds": one.num_prompts_without_rounds,
         }
@@ -48,14 +55,31 @@ def summary_rows(summaries: Sequence[PolicySummary]) -> list[dict[str, str | int
 
 def summary_table(summaries: Sequence[PolicySummary]) -> Table:
     """A terminal table with a row per policy; 95 % intervals stand in brackets under their figures."""
-    table = Table(title=Text("Policies on the test prompts [95% interval]"))
+    table = Table(title=Text(f"Policies on {prompts_text(summaries)} [95% interval]"))
     table.add_column("policy", no_wrap=True)
-    speed = has_speed(summaries)
-    for heading in columns(speed):
+    shown = columns(has_speed(summaries))
+    for heading in shown:
         table.add_column(heading, justify="right")
     for one in summaries:
         cells = summary_cells(one)
-        table.add_row(Text(one.policy), *(Text("\n".join(filter(None, cells[name]))) for name in columns(speed)))
+        table.add_row(Text(one.policy), *(_cell(cells[name]) for name in shown))
+    return table
+
+
+def dataset_table(datasets: Mapping[str, Sequence[PolicySummary]]) -> Table:
+    """A terminal table of the gains in tau: a row per policy, a column per data set.
+
+    Args:
+        datasets: data set -> summaries of the same policies. Always-B and plain decoding, whose gains say nothing, have
+            no row.
+    """
+    table = Table(title=Text("Gain in tau over always-B by data set [95% interval]"))
+    table.add_column("policy", no_wrap=True)
+    for name, summaries in datasets.items():
+        table.add_column(Text(f"{name}\n{prompts_text(summaries)}"), justify="right")
+    for rows in zip(*datasets.values(), strict=True):
+        if rows[0].tau_gain is not None and not plain(rows[0]):
+            table.add_row(Text(rows[0].policy), *(_cell(_gain(one.tau_gain)) for one in rows))
     return table
 
 
@@ -69,37 +93,64 @@ def columns(speed: bool) -> list[str]:
     return [name for name in COLUMNS if speed or name != REGRET_SPEED]
 
 
-def summary_cells(one: PolicySummary) -> dict[str, tuple[str, str]]:
-    """(figure, interval or nothing) of each of ``COLUMNS``, rounded for people; prompts: with rounds, of all."""
-    with_rounds = one.num_prompts - one.num_prompts_without_rounds
+def plain(one: PolicySummary) -> bool:
+    """Whether a policy is plain autoregressive decoding: one token per round by definition."""
+    return one.mean_block_size == 1
+
+
+def prompts_text(summaries: Sequence[PolicySummary]) -> str:
+    """How many prompts the figures are over, the same for all policies."""
+    count, without = summaries[0].num_prompts, summaries[0].num_prompts_without_rounds
+    left_out = f" ({without} without rounds)" if without else ""
+    return f"{count} prompt{'s' * (count != 1)}{left_out}"
+
+
+def summary_cells(one: PolicySummary) -> dict[str, tuple[str, ...]]:
+    """The lines of each of ``COLUMNS``, rounded for people: figure, interval, verdict, as far as there are any."""
     cells = [
-        (_number(one.mean_block_size, "{:.2f}"), ""),
-        (_number(one.tau, "{:.3f}"), _interval(one.tau_interval, "{:.3f}")),
-        (_number(one.tau_pooled, "{:.3f}"), ""),
-        (_number(one.speedup, "{:.2f}x"), _interval(one.speedup_interval, "{:.2f}")),
-        (_number(one.regret, "{:.1%}"), _interval(one.regret_interval, "{:.1%}")),
-        (_number(one.regret_speed, "{:.1%}"), _interval(one.regret_speed_interval, "{:.1%}")),
-        (_number(one.headroom_captured, "{:.0%}"), _interval(one.headroom_captured_interval, "{:.0%}")),
-        (str(with_rounds) if with_rounds == one.num_prompts else f"{with_rounds} of {one.num_prompts}", ""),
+        (_number(one.mean_block_size, "{:.2f}"),),
+        _figure(one.tau, "{:.3f}"),
+        _gain(one.tau_gain),
+        _figure(one.speedup, "{:.2f}x", "{:.2f}"),
+        _gain(one.speed_gain),
+        (_number(one.accuracy, "{:.0%}"),),
+        _figure(one.regret, "{:.1%}"),
+        _figure(one.regret_speed, "{:.1%}"),
+        _figure(one.headroom_captured, "{:.0%}"),
     ]
     return dict(zip(COLUMNS, cells, strict=True))
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+def verdict(gain: Estimate | None) -> str | None:
+    """What a gain says at 95 %, if there is one."""
+    return None if gain is None or math.isnan(gain.value) else gain.verdict
 
 
-def _with_interval(name: str, value: float | None, interval: Interval | None) -> dict[str, float | None]:
-    low, high = interval or (None, None)
-    return {name: _finite(value), f"{name}_low": _finite(low), f"{name}_high": _finite(high)}
+def _cell(lines: Sequence[str]) -> Text:
+    return Text("\n".join(lines))
+
+
+def _gain(gain: Estimate | None) -> tuple[str, ...]:
+    words = verdict(gain)
+    return (NO_VALUE,) if words is None else (*_figure(gain, "{:+.2%}"), words)
+
+
+def _figure(one: Estimate | None, style: str, ends: str | None = None) -> tuple[str, ...]:
+    """Value and interval, the ends in a style of their own if given."""
+    if one is None or not math.isfinite(one.value):
+        return (NO_VALUE,)
+    low, high = map((ends or style).format, (one.low, one.high))
+    return style.format(one.value), f"[{low}, {high}]"
 
 
 def _number(value: float | None, style: str) -> str:
     return NO_VALUE if _finite(value) is None else style.format(value)
 
 
-def _interval(interval: Interval | None, style: str) -> str:
-    if interval is None or not all(map(math.isfinite, interval)):
-        return ""
-    low, high = map(style.format, interval)
-    return f"[{low}, {high}]"
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _with_interval(name: str, one: Estimate | None) -> dict[str, float | None]:
+    value, low, high = (None, None, None) if one is None else map(_finite, (one.value, one.low, one.high))
+    return {name: value, f"{name}_low": low, f"{name}_high": high}

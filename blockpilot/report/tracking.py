@@ -6,6 +6,7 @@ Knows Lightning loggers; with any other logger, or none, the files in the run's 
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Mapping, Sequence
 
 from lightning.pytorch.loggers import Logger, WandbLogger
@@ -16,12 +17,20 @@ from PIL import Image
 from blockpilot.metrics import PolicySummary
 from blockpilot.report.table import summary_rows
 
+ALL = "all"
+"""Data set of the rows that are over all of them."""
+
 
 @rank_zero_only
 def log_summary(
-    logger: Logger | None, summaries: Sequence[PolicySummary], figures: Mapping[str, Figure] | None = None
+    logger: Logger | None,
+    summaries: Sequence[PolicySummary],
+    figures: Mapping[str, Figure] | None = None,
+    datasets: Mapping[str, Sequence[PolicySummary]] | None = None,
 ) -> None:
-    """Logs ``policies`` (a table with the keys of ``summary_rows``) and one ``figures/<caption>`` image per figure.
+    """Logs ``policies``, a table, and one ``figures/<caption>`` image per figure.
+
+    The table has the keys of ``summary_rows``, ``choices`` as JSON, after ``dataset``: ``all``, then every data set.
 
     Does nothing unless ``logger`` is a ``WandbLogger``. The caller still owns the run and finishes it.
     """
@@ -29,7 +38,13 @@ def log_summary(
         return
     import wandb  # imported late: takes a second, and most loggers do not need it
 
-    rows = summary_rows(summaries)
+    # together, so that all rows have the same keys
+    parts = {ALL: summaries, **(datasets or {})}
+    names = [name for name, own in parts.items() for _ in own]
+    rows = [
+        {"dataset": name, **row, "choices": json.dumps(row["choices"])}
+        for name, row in zip(names, summary_rows([one for own in parts.values() for one in own]), strict=True)
+    ]
     table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
     images = {f"figures/{caption}": wandb.Image(_pixels(figure)) for caption, figure in (figures or {}).items()}
     logger.experiment.log({"policies": table, **images})

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 
 from blockpilot.config import EvaluationConfig, GenerationConfig
 from blockpilot.decoding import BlockSizePolicy, Generation, LatencyProfile, generate
-from blockpilot.metrics import DecodedPrompt, PolicySummary, best_choice, summarize
+from blockpilot.metrics import DecodedPrompt, Estimate, PolicySummary, best_choice, summarize
 from blockpilot.models import Pair
 from blockpilot.oracle import LabelTable
 from blockpilot.policies import FixedPolicy, OraclePolicy, RandomPolicy
@@ -144,21 +145,50 @@ def label_agreement(decoded: Sequence[DecodedPrompt], table: LabelTable) -> floa
     return share
 
 
+def summarize_datasets(
+    decoded: Sequence[DecodedPrompt],
+    table: LabelTable,
+    trained: int,
+    evaluation: EvaluationConfig,
+    seed: int,
+    latency: LatencyProfile | None = None,
+) -> dict[str, list[PolicySummary]]:
+    """The lines of :func:`summarize_against` for each data set by itself; none where there is only one."""
+    by_dataset: dict[str, list[DecodedPrompt]] = {}
+    for one in decoded:
+        by_dataset.setdefault(one.dataset, []).append(one)
+    if len(by_dataset) < 2:
+        return {}
+    return {name: summarize_against(own, table, trained, evaluation, seed, latency) for name, own in by_dataset.items()}
+
+
 def figures(summaries: Sequence[PolicySummary], policy: str, trained: int) -> dict[str, float]:
-    """The ``eval/`` figures of one policy, next to always-B."""
+    """The ``eval/`` figures of one policy, next to always-B; those that have no value are left out."""
     by_name = {one.policy: one for one in summaries}
     own, fixed = by_name[policy], by_name[always(trained)]
     values = {
-        "eval/tau": own.tau,
+        "eval/tau": own.tau.value,
         "eval/tau_pooled": own.tau_pooled,
-        "eval/speedup": own.speedup,
-        "eval/regret": own.regret,
-        "eval/regret_speed": own.regret_speed,
-        "eval/headroom_captured": own.headroom_captured,
-        "eval/tau_always": fixed.tau,
+        **_ends("eval/tau_gain", own.tau_gain),
+        "eval/speedup": _value(own.speedup),
+        **_ends("eval/speed_gain", own.speed_gain),
+        "eval/accuracy": own.accuracy,
+        "eval/regret": _value(own.regret),
+        "eval/regret_speed": _value(own.regret_speed),
+        "eval/headroom_captured": _value(own.headroom_captured),
+        "eval/tau_always": fixed.tau.value,
         "eval/tau_pooled_always": fixed.tau_pooled,
-        "eval/speedup_always": fixed.speedup,
-        "eval/regret_always": fixed.regret,
-        "eval/regret_speed_always": fixed.regret_speed,
+        "eval/speedup_always": _value(fixed.speedup),
+        "eval/regret_always": _value(fixed.regret),
+        "eval/regret_speed_always": _value(fixed.regret_speed),
     }
-    return {name: value for name, value in values.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+
+
+def _value(one: Estimate | None) -> float | None:
+    return None if one is None else one.value
+
+
+def _ends(name: str, one: Estimate | None) -> dict[str, float]:
+    """A figure and both ends of its interval."""
+    return {} if one is None else {name: one.value, f"{name}_low": one.low, f"{name}_high": one.high}

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
-from rich.console import Console
 
-from blockpilot.config import CollectRunConfig, to_yaml
+from blockpilot.config import EvaluateConfig, TrainConfig, to_yaml
 from blockpilot.decoding import LatencyProfile
 from blockpilot.decoding.latency import device_name
 from blockpilot.metrics import DecodedPrompt, PolicySummary
@@ -19,7 +18,9 @@ from blockpilot.models import Pair
 from blockpilot.oracle import LabelTable
 from blockpilot.report import (
     choice_figure,
+    dataset_table,
     log_summary,
+    print_tables,
     summary_rows,
     summary_table,
     tau_bar_figure,
@@ -27,13 +28,12 @@ from blockpilot.report import (
     write_decisions,
     write_report,
 )
-
-TABLE_WIDTH, SPEED_WIDTH = 112, 16
+from blockpilot.runs.compare import summarize_datasets
 
 
 def write_results(
     folder: Path,
-    config: CollectRunConfig,
+    config: TrainConfig | EvaluateConfig,
     pair: Pair,
     table: LabelTable,
     decoded: Sequence[DecodedPrompt],
@@ -44,18 +44,22 @@ def write_results(
 ) -> None:
     """Writes ``metrics.json``, ``decisions.parquet`` and ``report.html``, logs the table, prints it.
 
+    Where the decoded prompts are of several data sets, each has figures of its own beside those of all.
+
     Args:
         folder: output folder of the run.
         config: the run's configuration.
         pair: the pair that decoded.
-        table: labels of all test prompts, for the curve.
+        table: labels of all test prompts.
         decoded, summaries: of the decoded prompts.
         metrics: figures to keep beside the table.
         logger: the run's logger.
         latency: the profile behind the regret in speed, if there is one.
     """
-    rows = summary_rows(summaries)
-    content = {**metrics, "policies": rows}
+    datasets = summarize_datasets(decoded, table, pair.block_size, config.evaluation, config.seed, latency)
+    content: dict[str, Any] = {**metrics, "policies": summary_rows(summaries)}
+    if datasets:
+        content["datasets"] = {name: summary_rows(own) for name, own in datasets.items()}
     (folder / "metrics.json").write_text(json.dumps(_json_safe(content), indent=2) + "\n", encoding="utf-8")
     write_decisions(folder / "decisions.parquet", decoded)
     figures = {
@@ -63,7 +67,7 @@ def write_results(
         "tau by policy (decoded prompts)": tau_bar_figure(summaries),
         "block sizes chosen": choice_figure(decoded),
     }
-    log_summary(logger, summaries, figures)
+    log_summary(logger, summaries, figures, datasets)
     write_report(
         folder / "report.html",
         title=f"BlockPilot on {pair.name}",
@@ -82,11 +86,9 @@ def write_results(
             "seed": str(config.seed),
             **({} if latency is None else {"latency profile": latency.device}),
         },
+        datasets=datasets,
     )
-    console = Console()
-    # a narrow terminal may wrap the table, but nothing in it is cut
-    width = TABLE_WIDTH + (0 if latency is None else SPEED_WIDTH)
-    Console(width=max(console.width, width)).print(summary_table(summaries))
+    print_tables(summary_table(summaries), *([dataset_table(datasets)] if datasets else []))
 
 
 def _json_safe(value: Any) -> Any:

@@ -106,12 +106,22 @@ def test_headroom_captured() -> None:
     assert math.isnan(formulas.headroom_captured(oracle, oracle, oracle))
 
 
-def test_speedup_is_a_ratio_of_totals() -> None:
-    baseline_seconds, seconds = torch.tensor([2.0, 10.0]), torch.tensor([1.0, 2.0])
-    tokens = torch.tensor([10, 50])
-    assert formulas.speedup(baseline_seconds, tokens, seconds, tokens).item() == 4.0  # a mean of ratios would say 3.5
-    assert formulas.speedup(baseline_seconds, tokens, seconds, 2 * tokens).item() == 8.0
-    assert math.isnan(formulas.speedup(baseline_seconds, 0 * tokens, seconds, 0 * tokens))
+def test_speedup_is_a_ratio_of_totals_per_token() -> None:
+    tokens, none = torch.tensor([60, 60]), torch.zeros(2)
+    baseline_seconds, seconds = torch.tensor([12.0, 12.0]), torch.tensor([3.0, 0.0])
+    assert formulas.speedup(baseline_seconds, tokens, seconds, tokens)[0] == 4
+    assert formulas.speedup(baseline_seconds, tokens, seconds, 2 * tokens)[0] == 8
+    assert formulas.speedup(baseline_seconds, tokens, seconds, tokens)[1].isnan()  # no time
+    assert formulas.speedup(baseline_seconds, none, seconds, none).isnan().all()
+
+
+def test_speed_gain_is_that_of_tokens_per_second() -> None:
+    # 120 tokens in 8 s, always-B: 100 in 10 s
+    gain = formulas.speed_gain(*map(torch.tensor, (10.0 - 8.0, 8.0, 120 - 100, 100)))
+    assert gain.item() == pytest.approx((120 / 8) / (100 / 10) - 1)
+    assert formulas.speed_gain(*map(torch.tensor, (0.0, 0.3, 0, 7))).item() == 0
+    assert formulas.speed_gain(*map(torch.tensor, (0.0, 0.0, 0, 7))).isnan()
+    assert formulas.speed_gain(*map(torch.tensor, (0.0, 0.3, 0, 0))).isnan()
 
 
 def test_bootstrap_matches_a_loop_and_stays_paired() -> None:
