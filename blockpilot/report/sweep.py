@@ -19,6 +19,7 @@ from blockpilot.metrics import Estimate, FixedSize, OracleGain, SequenceBound, S
 
 NO_VALUE = "-"
 TABLE_WIDTH = 128
+_UNBOUNDED = 10_000
 _HISTOGRAMS = (1, 2, 3)
 """Radii whose labels are counted in the table of sizes: the paper's k."""
 _BRIEF = (1, 2, 3, 4, 8, 16, 32, 64)
@@ -76,9 +77,10 @@ def oracle_table(summary: SweepSummary, brief: bool = False) -> Table:
 def print_tables(*tables: Table) -> None:
     """Prints tables whole: a narrow terminal may wrap their lines, but nothing in them is cut."""
     console = Console()
+    unbounded = Console(width=_UNBOUNDED)
     for table in tables:
-        width = max(console.width, TABLE_WIDTH, console.measure(table).minimum)
-        console.print(table, width=width)
+        width = max(console.width, TABLE_WIDTH, unbounded.measure(table).minimum)
+        Console(width=width).print(table)
 
 
 def choice_lines(summary: SweepSummary, name: str) -> list[str]:

@@ -55,15 +55,13 @@ def summary_rows(summaries: Sequence[PolicySummary]) -> list[dict[str, Any]]:
 
 def summary_table(summaries: Sequence[PolicySummary]) -> Table:
     """A terminal table with a row per policy; 95 % intervals stand in brackets under their figures."""
-    table = Table(title=Text(f"Policies on {prompts_text(summaries)} [95% interval]"))
-    table.add_column("policy", no_wrap=True)
     shown = columns(has_speed(summaries))
-    for heading in shown:
-        table.add_column(heading, justify="right")
-    for one in summaries:
-        cells = summary_cells(one)
-        table.add_row(Text(one.policy), *(_cell(cells[name]) for name in shown))
-    return table
+    cells = [summary_cells(one) for one in summaries]
+    return _table(
+        f"Policies on {prompts_text(summaries)} [95% interval]",
+        [one.policy for one in summaries],
+        {heading: [own[heading] for own in cells] for heading in shown},
+    )
 
 
 def dataset_table(datasets: Mapping[str, Sequence[PolicySummary]]) -> Table:
@@ -73,14 +71,16 @@ def dataset_table(datasets: Mapping[str, Sequence[PolicySummary]]) -> Table:
         datasets: data set -> summaries of the same policies. Always-B and plain decoding, whose gains say nothing, have
             no row.
     """
-    table = Table(title=Text("Gain in tau over always-B by data set [95% interval]"))
-    table.add_column("policy", no_wrap=True)
-    for name, summaries in datasets.items():
-        table.add_column(Text(f"{name}\n{prompts_text(summaries)}"), justify="right")
-    for rows in zip(*datasets.values(), strict=True):
-        if rows[0].tau_gain is not None and not plain(rows[0]):
-            table.add_row(Text(rows[0].policy), *(_cell(_gain(one.tau_gain)) for one in rows))
-    return table
+    first = next(iter(datasets.values()))
+    shown = [index for index, one in enumerate(first) if one.tau_gain is not None and not plain(one)]
+    return _table(
+        "Gain in tau over always-B by data set [95% interval]",
+        [first[index].policy for index in shown],
+        {
+            f"{name}\n{prompts_text(own)}": [_gain(own[index].tau_gain) for index in shown]
+            for name, own in datasets.items()
+        },
+    )
 
 
 def has_speed(summaries: Sequence[PolicySummary]) -> bool:
@@ -126,8 +126,16 @@ def verdict(gain: Estimate | None) -> str | None:
     return None if gain is None or math.isnan(gain.value) else gain.verdict
 
 
-def _cell(lines: Sequence[str]) -> Text:
-    return Text("\n".join(lines))
+def _table(title: str, policies: Sequence[str], cells: Mapping[str, Sequence[Sequence[str]]]) -> Table:
+    """A row per policy, a column per heading; columns may become as narrow as their longest word, which stays whole."""
+    table = Table(title=Text(title))
+    table.add_column("policy", no_wrap=True)
+    for heading, column in cells.items():
+        words = " ".join([heading, *(line for lines in column for line in lines)]).split()
+        table.add_column(Text(heading), justify="right", min_width=max(map(len, words)))
+    for index, policy in enumerate(policies):
+        table.add_row(Text(policy), *(Text("\n".join(column[index])) for column in cells.values()))
+    return table
 
 
 def _gain(gain: Estimate | None) -> tuple[str, ...]:
