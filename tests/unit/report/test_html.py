@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from blockpilot.metrics import DecodedPrompt, PolicySummary
+from blockpilot.metrics import DecodedPrompt, Estimate, PolicySummary
 from blockpilot.report import choice_figure, tau_bar_figure, write_report
 
 VOID = {"meta", "br", "link", "img"}
@@ -64,6 +64,7 @@ def page_text(tmp_path: Path, decoded: list[DecodedPrompt], summaries: list[Poli
             figures={"Tau": tau_bar_figure(summaries), 'Picks "b"': choice_figure(decoded)},
             config_yaml="seed: 0\nname: <script>alert(1)</script>\n",
             facts={"device": "CPU <x>"},
+            datasets={"code & <more>": summaries[1:]},
         )
     return path.read_text(encoding="utf-8")
 
@@ -82,16 +83,26 @@ def test_text_is_escaped_and_complete(page_text: str) -> None:
     assert "CPU <x>" in page.text
     assert any("<script>alert(1)</script>" in text for text in page.text)
     assert page.text.count("pilot <b>") >= 2  # in the table and, as text, in the figures
-    assert page.text.count("5 of 6") == 4
-    assert {"block size", "tau", "tau pooled", "speedup", "regret", "headroom captured", "prompts"} <= set(page.text)
-    assert page.tags.count("svg") == 2 and page.tags.count("tr") == 5
+    assert page.text.count("6 prompts (1 without rounds)") == 2
+    assert {"block size", "tau", "tau gain", "speedup", "speed gain", "accuracy", "regret", "headroom captured"} <= set(
+        page.text
+    )
+    assert page.tags.count("svg") == 2 and page.tags.count("tr") == 5 + 4
+    assert page.text.count("not distinguishable") == (3 + 2) * 2  # verdicts of all rows but always-4
+
+
+def test_each_data_set_has_a_section(page_text: str, tmp_path: Path, summaries: list[PolicySummary]) -> None:
+    page = Page(page_text)
+    assert "Policies on code & <more>" in page.text and page.tags.count("table") == 2
+    write_report(tmp_path / "one.html", title="", summaries=summaries, figures={}, config_yaml="", facts={})
+    assert Page((tmp_path / "one.html").read_text()).tags.count("table") == 1
 
 
 def test_regret_in_speed_is_a_column_only_where_rounds_have_costs(
     tmp_path: Path, page_text: str, summaries: list[PolicySummary]
 ) -> None:
     assert "regret (speed)" not in page_text
-    first, *rest = (dataclasses.replace(one, regret_speed=0.125) for one in summaries)
+    first, *rest = (dataclasses.replace(one, regret_speed=Estimate(0.125, 0.0, 0.25)) for one in summaries)
     path = tmp_path / "speed.html"
     write_report(
         path,
@@ -123,5 +134,6 @@ def test_same_input_same_bytes(
         figures={"Tau": tau_bar_figure(summaries), 'Picks "b"': choice_figure(decoded)},
         config_yaml="seed: 0\nname: <script>alert(1)</script>\n",
         facts={"device": "CPU <x>"},
+        datasets={"code & <more>": summaries[1:]},
     )
     assert (tmp_path / "again.html").read_text(encoding="utf-8") == page_text

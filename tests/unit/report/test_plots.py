@@ -65,7 +65,7 @@ def test_tau_bars_leave_out_plain_decoding(summaries: list[PolicySummary]) -> No
     assert [label.get_text() for label in axes.get_yticklabels()] == ["oracle", "pilot <b>", "always-4"]
     spans = [list(one.get_xdata()) for one in axes.lines]  # type: ignore[arg-type]
     for summary, (interval, point) in zip(summaries[:0:-1], zip(spans[::2], spans[1::2], strict=True), strict=True):
-        assert (interval, point) == (list(summary.tau_interval), [summary.tau])
+        assert (interval, point) == ([summary.tau.low, summary.tau.high], [summary.tau.value])
 
 
 def test_choices_by_policy_and_data_set(decoded: list[DecodedPrompt]) -> None:

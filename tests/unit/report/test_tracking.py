@@ -21,7 +21,7 @@ def test_offline_run_holds_the_table_and_the_figures(
         monkeypatch.setenv(variable, str(tmp_path / variable))
     logger = WandbLogger(project="test", save_dir=tmp_path, offline=True)
     try:
-        log_summary(logger, summaries, {"tau by policy": tau_bar_figure(summaries)})
+        log_summary(logger, summaries, {"tau by policy": tau_bar_figure(summaries)}, {"math": summaries[1:]})
         folder = Path(logger.experiment.dir)
         logged = dict(logger.experiment.summary)
     finally:
@@ -30,8 +30,10 @@ def test_offline_run_holds_the_table_and_the_figures(
     (table,) = folder.glob("media/table/policies_*.table.json")
     content = json.loads(table.read_text())
     rows = summary_rows(summaries)
-    assert content["columns"] == list(rows[0])
-    assert content["data"] == [list(row.values()) for row in rows]
+    assert content["columns"] == ["dataset", *rows[0]]
+    for row in rows:
+        row["choices"] = json.dumps(row["choices"])
+    assert content["data"] == [["all", *row.values()] for row in rows] + [["math", *row.values()] for row in rows[1:]]
     (image,) = folder.glob("media/images/figures/*.png")
     assert Image.open(image).width > 600
 
