@@ -129,7 +129,7 @@ def verdict(gain: Estimate | None) -> str | None:
 def _table(title: str, policies: Sequence[str], cells: Mapping[str, Sequence[Sequence[str]]]) -> Table:
     """A row per policy, a column per heading; columns may become as narrow as their longest word, which stays whole."""
     table = Table(title=Text(title))
-    table.add_column("policy", no_wrap=True)
+    table.add_column("policy", no_wrap=True, min_width=max(map(len, ["policy", *policies])))
     for heading, column in cells.items():
         words = " ".join([heading, *(line for lines in column for line in lines)]).split()
         table.add_column(Text(heading), justify="right", min_width=max(map(len, words)))

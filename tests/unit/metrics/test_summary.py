@@ -184,7 +184,9 @@ def test_only_prompts_without_rounds_give_nan() -> None:
 # ---- what the verdicts are worth
 
 
-def compared(always_tokens: torch.Tensor, own_tokens: torch.Tensor, rounds: int = 10, **options: int) -> Estimate:
+def compared(
+    always_tokens: torch.Tensor, own_tokens: torch.Tensor, rounds: int = 10, samples: int = 300, seed: int = 0
+) -> Estimate:
     """Gain in tau of a policy that commits ``own_tokens [N]``, beside always-B, in as many rounds."""
 
     def decodes(policy: str, tokens_N: torch.Tensor) -> list[DecodedPrompt]:
@@ -194,7 +196,7 @@ def compared(always_tokens: torch.Tensor, own_tokens: torch.Tensor, rounds: int 
         ]
 
     decoded = decodes("always", always_tokens) + decodes("pilot", own_tokens)
-    found = summarize(decoded, baseline="always", always="always", **options)[1].tau_gain
+    found = summarize(decoded, baseline="always", always="always", samples=samples, seed=seed)[1].tau_gain
     assert found is not None
     return found
 
@@ -259,7 +261,7 @@ def test_the_interval_of_a_gain_covers_the_true_one_about_as_often_as_it_says(
     true, covered, verdicts = mean / 600, 0, Counter()
     for seed in range(400):
         tokens = noisy(60, generator)
-        gain = compared(tokens, tokens + difference(60, generator), samples=300, seed=seed)
+        gain = compared(tokens, tokens + difference(60, generator), seed=seed)
         covered += gain.low <= true <= gain.high
         verdicts[gain.verdict] += 1
     assert 0.91 <= covered / 400 <= 0.98
