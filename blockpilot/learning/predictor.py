@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from blockpilot.config import require
 from blockpilot.learning.decision import Decision
 from blockpilot.learning.features import Features
 
@@ -146,7 +147,7 @@ class BlockSizePredictor(nn.Module):
         width: units per hidden layer.
         dropout: dropout probability after each hidden layer.
         residual: add a hidden layer's input to its output, for every hidden layer after the first.
-        always_block_size: B, what ``min_gain`` falls back to; the middle candidate if not given.
+        always_block_size: B, what ``min_gain`` falls back to; without ``min_gain`` it need not be a candidate.
         min_gain: see :class:`~blockpilot.learning.decision.Decision`; None chooses the highest score.
     """
 
@@ -172,8 +173,9 @@ class BlockSizePredictor(nn.Module):
         self.head = nn.Linear(width, len(self.block_sizes))
         self.dropout = dropout
         sizes = self.block_sizes
-        always = len(sizes) // 2 if always_block_size is None else sizes.index(always_block_size)
-        self.decision = Decision(len(sizes), always, min_gain)
+        known = always_block_size in sizes
+        require(known or min_gain is None, "predictor.min_gain", min_gain, f"null where B is none of {list(sizes)}")
+        self.decision = Decision(len(sizes), sizes.index(always_block_size) if known else 0, min_gain)
 
     def forward(self, features: Features) -> Tensor:
         """Scores, ``[N, K]``."""

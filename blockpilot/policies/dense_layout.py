@@ -110,7 +110,7 @@ def import_dense(
 
 
 def _their_name(name: str) -> str:
-    """Ours to theirs: ``first`` (and ``first.table``) is ``layers.0``, ``hidden.0`` is ``layers.1``, ``head`` ``fc_out``."""
+    """``first.weight`` is their ``layers.0.weight``, ``hidden.0.bias`` their ``layers.1.bias``, ``head`` ``fc_out``."""
     part, *index, leaf = name.split(".")
     place = {"first": "layers.0", "head": "fc_out"}.get(part) or f"layers.{int(index[0]) + 1}"
     return f"{place}.{leaf}"

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from blockpilot.learning import cross_entropy_loss, has_rounds, loss_per_prompt, regret_loss, soft_loss
+from blockpilot.learning.losses import balanced_weights
 
 TAU = torch.tensor([[4.0, 5.0, 5.0], [2.0, 1.0, 1.5]], dtype=torch.float64)
 LOGITS = torch.tensor([[0.0, math.log(2), 0.0], [math.log(2), 0.0, math.log(5)]])
@@ -46,3 +47,18 @@ def test_every_loss_by_name_pulls_towards_the_best(name: str) -> None:
 
 def test_prompts_without_rounds_are_known() -> None:
     assert has_rounds(torch.tensor([[3, 2], [0, 0], [1, 1]])).tolist() == [True, False, True]
+
+
+def test_balanced_weights_are_inverse_shares_of_best_labels_with_mean_one() -> None:
+    # best: first; first; second and third tied. Shares 2/3, 1/6, 1/6, 0; one over them 1.5, 6, 6, and 0 for none
+    tau = torch.tensor([[3.0, 1, 1, 1], [4, 2, 3, 1], [1, 2, 2, 1]], dtype=torch.float64)
+    # mean weight over the prompts: 2/3 * 1.5 + 1/6 * 6 + 1/6 * 6 = 3
+    assert balanced_weights(tau).tolist() == pytest.approx([0.5, 2, 2, 0])
+
+
+def test_class_weights_scale_each_candidates_part_of_the_cross_entropy() -> None:
+    weights = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
+    # first prompt: candidates 1 and 2 tie; second: candidate 0
+    expected = [-(2 * math.log(0.5) + 0.5 * math.log(0.25)) / 2, -math.log(0.25)]
+    assert cross_entropy_loss(LOGITS, TAU, weights).tolist() == pytest.approx(expected)
+    assert loss_per_prompt("ce", LOGITS, TAU, 0.05, weights).tolist() == pytest.approx(expected)
