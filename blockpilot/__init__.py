@@ -10,21 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from blockpilot import oracle
-    from blockpilot.decoding import BlockSizePolicy, Generation, Prefill, Round, generate, generate_batch
+    from blockpilot.decoding import BlockSizePolicy, Draft, Generation, Prefill, Round, generate, generate_batch
     from blockpilot.decoding.custom_generate import custom_generate
     from blockpilot.errors import UserError
     from blockpilot.models import Pair, load_pair
-    from blockpilot.policies import FixedPolicy, OraclePolicy, RandomPolicy
+    from blockpilot.policies import ConfidencePolicy, EmaPolicy, FixedPolicy, OraclePolicy, RandomPolicy
+    from blockpilot.policies.per_round import PerRoundPolicy
     from blockpilot.policies.predictor import PredictorPolicy, load_policy
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "BlockSizePolicy": "decoding",
+    "ConfidencePolicy": "policies",
+    "Draft": "decoding",
+    "EmaPolicy": "policies",
     "FixedPolicy": "policies",
     "Generation": "decoding",
     "OraclePolicy": "policies",
     "Pair": "models",
+    "PerRoundPolicy": "policies.per_round",
     "PredictorPolicy": "policies.predictor",
     "Prefill": "decoding",
     "RandomPolicy": "policies",
@@ -40,10 +45,14 @@ _HOMES = {
 
 __all__ = [
     "BlockSizePolicy",
+    "ConfidencePolicy",
+    "Draft",
+    "EmaPolicy",
     "FixedPolicy",
     "Generation",
     "OraclePolicy",
     "Pair",
+    "PerRoundPolicy",
     "PredictorPolicy",
     "Prefill",
     "RandomPolicy",

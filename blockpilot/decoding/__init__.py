@@ -3,13 +3,14 @@
 The door for ``model.generate`` stays in ``decoding.custom_generate``: it loads more of ``transformers``.
 """
 
-from blockpilot.decoding.engine import BlockSizePolicy, Generation, Prefill, Round, generate
+from blockpilot.decoding.engine import BlockSizePolicy, Draft, Generation, Prefill, Round, generate
 from blockpilot.decoding.latency import LatencyProfile, measure_latency
 from blockpilot.decoding.sampling import Sampling, draw_tokens, prompt_key
 from blockpilot.decoding.trajectory import Trajectory, generate_batch
 
 __all__ = [
     "BlockSizePolicy",
+    "Draft",
     "Generation",
     "LatencyProfile",
     "Prefill",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -43,11 +43,51 @@ class Round:
 
     index: int
     block_size: int
+    """Positions verified."""
     acceptance_length: int
+    read: Callable[[str], Tensor] | None = field(default=None, repr=False, compare=False)
+    """Gives ``logits`` or ``hidden`` when they are asked for: a policy that does not look costs nothing."""
+
+    @property
+    def logits(self) -> Tensor:
+        """``[V]``, raw: what the last committed token, the next anchor, was drawn from. Until the next round only.
+
+        Raises:
+            UserError: the round was made without them, or the next one has begun.
+        """
+        return self._read("logits")
+
+    @property
+    def hidden(self) -> Tensor:
+        """``[D]``, input of the target's head at the same place; see :attr:`logits`.
+
+        Raises:
+            UserError: as there.
+        """
+        return self._read("hidden")
+
+    def _read(self, name: str) -> Tensor:
+        if self.read is None:
+            raise UserError(f"round {self.index} was made without {name}; those of generate and simulate have it")
+        return self.read(name)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What a policy with ``trim`` may read between draft and verification."""
+
+    block_size: int
+    """Positions drafted, anchor included."""
+    probs: Tensor
+    """fp32 ``[block_size - 1]``: the drafter's softmax probability (temperature 1) of each token it drafted."""
 
 
 class BlockSizePolicy(Protocol):
-    """Picks the block size: once per prompt, and again after a round if it also has ``update(round) -> int``."""
+    """Picks the block size: once per prompt, and again after a round if it also has ``update(round) -> int``.
+
+    With ``trim(draft) -> int``, too, what is drafted by that block size is verified in part: ``trim`` says how many
+    positions, 1 to ``draft.block_size``, the anchor included. It is not asked where nothing is drafted.
+    """
 
     def choose(self, prefill: Prefill) -> int:
         """Block size of the first round (and of all, without ``update``); 1 is plain autoregressive decoding."""
@@ -63,9 +103,11 @@ class Generation:
     acceptance_lengths: list[int]
     """Committed tokens, one per round; 1 + their sum is ``len(output_ids)``."""
     block_sizes: list[int]
-    """What the policy asked for, one per round."""
+    """Positions verified, one per round: what the policy asked for (a position limit may have shrunk the block)."""
+    drafted_sizes: list[int]
+    """Positions drafted, the anchor included, one per round: ``block_sizes`` unless the policy trims."""
     first_block_size: int
-    """The policy's choice after prefill (there even when no round followed)."""
+    """The policy's choice after prefill (there even when no round followed), before any trimming."""
     last_round_uncut: int
     """The last round before stop token and budget cut it (``tau_convention: reference``); 0 without rounds."""
     prefill_seconds: float
@@ -134,11 +176,14 @@ def rounds_for(pair: Pair, task: Task) -> Rounds:
     Raises:
         UserError: target and drafter were given different dtypes after they were loaded.
     """
+    rounds = StaticRounds if pair.device.type == "cuda" and pair.runner.refresh() else Rounds
+    return _made(rounds, pair, task)
+
+
+def _made(rounds: type[Rounds], pair: Pair, task: Task) -> Rounds:
     if pair.target.dtype != pair.drafter.dtype:
         raise UserError(f"target and drafter differ in dtype: {pair.target.dtype} and {pair.drafter.dtype}")
-    if pair.device.type == "cuda" and pair.runner.refresh():
-        return StaticRounds(pair, task)
-    return Rounds(pair, task)
+    return rounds(pair, task)
 
 
 def check_prompt(pair: Pair, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:
@@ -171,11 +216,11 @@ def check_prompts(pair: Pair, prompts: object, max_new_tokens: int) -> list[list
 
 def check_policy(policy: object) -> None:
     """Raises ``UserError`` unless it can be asked as :func:`generate` will."""
-    update = getattr(policy, "update", None)
+    more = (getattr(policy, name, None) for name in ("update", "trim"))
     if (
         isinstance(policy, type)
         or not callable(getattr(policy, "choose", None))
-        or not (update is None or callable(update))
+        or not all(one is None or callable(one) for one in more)
     ):
         raise UserError(
             f"policy={brief(policy)} is not allowed; expected an object with choose(prefill), as FixedPolicy(16)"
@@ -192,7 +237,9 @@ class _Decoding:
 
     def run(self, policy: BlockSizePolicy) -> Generation:
         started = self._clock()
-        rounds = rounds_for(self.pair, self.task)
+        # what is verified is known after the draft only: such a round is not of one shape
+        trims = getattr(policy, "trim", None) is not None
+        rounds = _made(Rounds, self.pair, self.task) if trims else rounds_for(self.pair, self.task)
         try:
             return self._run(policy, rounds, started)
         finally:
@@ -207,24 +254,42 @@ class _Decoding:
         prefill = Prefill(prompt_key(prompt_ids), len(prompt_ids), out.logits[0, -1], out.hidden[0, -1])
         block_size = first = checked_block_size(policy.choose(prefill))
         policy_seconds = self._clock() - asked
-        update = getattr(policy, "update", None)
+        update, trim = getattr(policy, "update", None), getattr(policy, "trim", None)
         # a policy that stays at b = 1 never drafts, so the baseline does not pay for features
         rounds.start(drafting=block_size > 1 or update is not None)
         lengths: list[int] = []
         sizes: list[int] = []
+        drafted: list[int] = []
         uncut = 0
+
+        def timed_trim(probs: Tensor) -> int:
+            nonlocal policy_seconds
+            assert trim is not None
+            before = self._clock()
+            draft = Draft(len(probs) + 1, probs)
+            verified = checked_trim(trim(draft), draft)
+            policy_seconds += self._clock() - before
+            return verified
+
         while not self.finished:
-            settled = rounds.round(block_size)
+            if trim is None:
+                settled, verified = rounds.round(block_size), block_size
+            else:
+                settled, verified = rounds.trimmed_round(block_size, timed_trim)
             uncut = settled.uncut
             lengths.append(len(settled.tokens))
-            sizes.append(block_size)
+            sizes.append(verified)
+            drafted.append(block_size)
             self._emit(settled.tokens)
             if update is not None and not self.finished:
                 before = self._clock()
-                block_size = checked_block_size(update(Round(len(sizes) - 1, block_size, len(settled.tokens))))
+                read = until_next_round(sizes, rounds.seen)
+                block_size = checked_block_size(update(Round(len(sizes) - 1, verified, lengths[-1], read)))
                 policy_seconds += self._clock() - before
         decode_seconds = self._clock() - decoding - self.seconds_watched
-        return Generation(self.output, lengths, sizes, first, uncut, decoding - started, decode_seconds, policy_seconds)
+        return Generation(
+            self.output, lengths, sizes, drafted, first, uncut, decoding - started, decode_seconds, policy_seconds
+        )
 
     @property
     def finished(self) -> bool:
@@ -249,3 +314,26 @@ def checked_block_size(block_size: int) -> int:
     if size < 1:
         raise UserError(f"the policy picked block size {size}; expected a number of at least 1")
     return size
+
+
+def checked_trim(verified: int, draft: Draft) -> int:
+    """What a policy's ``trim`` returned, as a plain number; raises ``UserError`` unless the draft has so many."""
+    size = integer("the policy's trim", verified)
+    if not 1 <= size <= draft.block_size:
+        raise UserError(f"the policy's trim returned {size}; expected 1 to {draft.block_size}, the positions drafted")
+    return size
+
+
+def until_next_round(rounds: Sequence[int], read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
+    """``read`` for as long as ``rounds``, which has an entry per round, does not grow.
+
+    The place it reads is then written over: a policy that came late would see another round's numbers.
+    """
+    count = len(rounds)
+
+    def read_in_time(name: str) -> Tensor:
+        if len(rounds) != count:
+            raise UserError(f"{name} of round {count - 1} were asked for after the next round; read them in update")
+        return read(name)
+
+    return read_in_time

@@ -8,7 +8,7 @@ Shapes: N positions of the block, F tapped features.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -99,6 +99,30 @@ class Rounds:
         """
         return self._commit(self._step(self.width(block_size)))
 
+    def trimmed_round(self, block_size: int, trim: Callable[[Tensor], int]) -> tuple[Settled, int]:
+        """Drafts as :meth:`round` does, and verifies the first positions only, as many as ``trim`` says.
+
+        ``trim`` gets the drafter's probabilities (:func:`drafted_probs`) and returns 1 to their number + 1. Where
+        nothing is drafted it is not called.
+
+        Returns:
+            What the round did, and how many positions were verified.
+        """
+        width = self.width(block_size)
+        if width == 1:
+            return self._commit(self._step(1)), 1
+        scores = self.propose(width)[0]
+        drafts = most_likely(scores)
+        verified = trim(drafted_probs(scores, drafts))
+        return self._commit(self._check(torch.cat([self.anchor, drafts[: verified - 1]])[None])), verified
+
+    def seen(self, name: str) -> Tensor:
+        """``logits`` (``[V]``) or ``hidden`` (``[D]``) that the last committed token was drawn from.
+
+        Of the last round, and only until the next one.
+        """
+        return getattr(self.out, name)[0, self.last]
+
     def width(self, block_size: int) -> int:
         """Positions the next block takes."""
         pair, anchor = self.pair, self.cache.length
@@ -112,13 +136,17 @@ class Rounds:
 
     def draft(self, width: int) -> Tensor:
         """The anchor and the drafter's tokens for the positions behind it, int64 ``[1, width]``."""
+        return torch.cat([self.anchor[None], most_likely(self.propose(width))], dim=1)
+
+    def propose(self, width: int) -> Tensor:
+        """The drafter's logits for the positions behind the anchor, ``[1, width - 1, V]``."""
         assert self.context is not None
         pair, anchor = self.pair, self.cache.length
         ids = self.anchor.new_full((1, width), pair.mask_token_id)
         ids[:, :1] = self.anchor
         positions = torch.arange(anchor, anchor + width, device=pair.device)[None]
         states = pair.drafter(pair.runner.embed(ids), positions, self.context)
-        return torch.cat([self.anchor[None], most_likely(pair.runner.logits(states[:, 1:]))], dim=1)
+        return pair.runner.logits(states[:, 1:])
 
     def verify(self, block_1N: Tensor) -> TargetOutput:
         """The target's pass over the block."""
@@ -126,17 +154,20 @@ class Rounds:
         return self.pair.runner.forward(block_1N, self.cache, tap=self.drafting)
 
     def _step(self, width: int) -> Tensor:
-        block = self.draft(width) if width > 1 else self.anchor[None]
-        out = self.verify(block)
-        self.features = out.features
-        places = torch.arange(self.committed, self.committed + width, device=self.pair.device)
-        self.draws = self._draw(out.logits[0], places)
-        return settle(block[0, 1:], self.draws, self.task.budget - self.committed, self.stop_ids)
+        return self._check(self.draft(width) if width > 1 else self.anchor[None])
+
+    def _check(self, block_1N: Tensor) -> Tensor:
+        self.out = self.verify(block_1N)
+        self.features = self.out.features
+        places = torch.arange(self.committed, self.committed + block_1N.shape[1], device=self.pair.device)
+        self.draws = self._draw(self.out.logits[0], places)
+        return settle(block_1N[0, 1:], self.draws, self.task.budget - self.committed, self.stop_ids)
 
     def _commit(self, settled: Tensor) -> Settled:
         # the one time in a round that the host waits for the device
         committed, uncut, *draws = settled.tolist()
-        self.anchor = self.draws[committed - 1 : committed]
+        self.last = committed - 1
+        self.anchor = self.draws[self.last : committed]
         self.cache.length += committed
         self.committed += committed
         ended = self.committed >= self.task.budget or draws[committed - 1] in self.task.stop_ids
@@ -165,6 +196,16 @@ class Rounds:
         room = self.pair.max_drafter_positions - self.context.length
         if room > 0:
             self.pair.drafter.extend(self.context, features_1NF[:, :room])
+
+
+def drafted_probs(scores: Tensor, drafts: Tensor) -> Tensor:
+    """The drafter's softmax probability (temperature 1) of each token it drafted, fp32.
+
+    Args:
+        scores: the drafter's logits, ``[..., V]``.
+        drafts: token ids, int64 ``[...]``.
+    """
+    return scores.float().softmax(dim=-1).gather(-1, drafts[..., None]).squeeze(-1)
 
 
 def stop_ids_of(pair: Pair, stop_token_ids: Collection[int] | None) -> frozenset[int]:

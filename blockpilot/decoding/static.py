@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from blockpilot.decoding.rounds import Rounds, Settled, Task
-from blockpilot.decoding.sampling import Sampling, most_likely, signed
+from blockpilot.decoding.sampling import Sampling, signed
 from blockpilot.decoding.verify import settle
 from blockpilot.models.drafter import DrafterContext
 from blockpilot.models.kv_cache import KVCache
@@ -71,6 +71,8 @@ class Workspace:
         # the last committed token, its position, the output place of the next one, tokens still allowed
         self.token, self.position, self.place, self.budget = (zero.clone() for _ in range(4))
         self.key, self.seed = zero.clone(), zero.clone()
+        # what the last committed token was drawn from, by name; made by the first round, for it knows size and dtype
+        self.seen: dict[str, Tensor] = {}
         # graphs never run at the same time, so what they compute on the way may lie in one place
         self.pool = torch.cuda.graph_pool_handle() if self.may_capture else None
         self.stop_ids: dict[int, Tensor] = {}
@@ -144,8 +146,12 @@ class StaticRounds(Rounds):
         for account, value in ((work.position, len(task.prompt_ids)), (work.place, 1), (work.budget, task.budget - 1)):
             account.fill_(value)
 
-    def draft(self, width: int) -> Tensor:
-        """The anchor and the drafter's tokens behind it, int64 ``[1, width]``."""
+    def seen(self, name: str) -> Tensor:
+        """See :meth:`Rounds.seen`; here the next round writes over it."""
+        return self.work.seen[name]
+
+    def propose(self, width: int) -> Tensor:
+        """The drafter's logits for the positions behind the anchor, ``[1, width - 1, V]``."""
         work, pair = self.work, self.pair
         positions = self._place(width)
         ids = self.anchor.new_full((1, width), pair.mask_token_id)
@@ -154,7 +160,7 @@ class StaticRounds(Rounds):
         seen = torch.arange(work.context.window, device=pair.device) <= positions[-1]
         mask = pair.runner.additive(seen).expand(width, -1)
         states = pair.drafter(pair.runner.embed(ids), positions[None], work.context, mask)
-        return torch.cat([self.anchor[None], most_likely(pair.runner.logits(states[:, 1:]))], dim=1)
+        return pair.runner.logits(states[:, 1:])
 
     def verify(self, block_1N: Tensor) -> TargetOutput:
         """The target's pass over the block."""
@@ -201,6 +207,11 @@ class StaticRounds(Rounds):
             assert positions is not None
             self.pair.drafter.extend_at(work.context, out.features, positions[None], work.context.capacity)
         committed = settled[:1]
+        for name, rows in (("logits", out.logits), ("hidden", out.hidden)):
+            row = rows[0].index_select(0, committed - 1)[0]
+            if name not in work.seen:
+                work.seen[name] = torch.empty_like(row)
+            work.seen[name].copy_(row)
         work.token.copy_(draws.gather(0, committed - 1))
         for account, sign in ((work.position, 1), (work.place, 1), (work.budget, -1)):
             account.add_(committed, alpha=sign)

@@ -38,6 +38,8 @@ class Trajectory:
     """fp32 ``[D]``, input of the head at the last prompt position."""
     features: Tensor
     """``[len(prompt_ids) + len(output_ids) - 1, F]``: all that can precede an anchor; no rows if not asked."""
+    states: Tensor | None = None
+    """``[len(output_ids), D]``: input of the head that each output token was drawn from; None if not asked."""
 
 
 @torch.inference_mode()
@@ -52,6 +54,7 @@ def generate_batch(
     seed: int = 0,
     stop_token_ids: Collection[int] | None = None,
     features: bool = False,
+    states: bool = False,
     beyond: int = 0,
 ) -> list[Trajectory]:
     """Decodes all ``prompts`` side by side without a drafter, one token per row and step.
@@ -64,6 +67,7 @@ def generate_batch(
         max_new_tokens: output budget of each.
         temperature, top_p, top_k, seed, stop_token_ids: as in ``generate``.
         features: whether the tapped hidden states are returned (in memory: positions of all prompts x F).
+        states: whether the head's inputs are (in memory: output tokens of all prompts x D).
         beyond: tokens to draw past each output's end.
 
     Raises:
@@ -76,7 +80,8 @@ def generate_batch(
     checked = check_prompts(pair, prompts, max_new_tokens)
     if not checked:
         return []
-    return _Batch(pair, checked, sampling, max_new_tokens, stop_ids_of(pair, stop_token_ids), features, beyond).run()
+    stops = stop_ids_of(pair, stop_token_ids)
+    return _Batch(pair, checked, sampling, max_new_tokens, stops, features, states, beyond).run()
 
 
 class _Batch:
@@ -88,9 +93,10 @@ class _Batch:
         max_new_tokens: int,
         stops: frozenset[int],
         tap: bool,
+        keep: bool,
         beyond: int,
     ) -> None:
-        self.pair, self.sampling, self.stops, self.tap = pair, sampling, stops, tap
+        self.pair, self.sampling, self.stops, self.tap, self.keep = pair, sampling, stops, tap, keep
         self.prompts = [list(prompt) for prompt in prompts]
         self.keys = [prompt_key(prompt) for prompt in self.prompts]
         limits = [output_budget(max_new_tokens, len(p), pair.max_positions) for p in self.prompts]
@@ -111,6 +117,8 @@ class _Batch:
         size = len(pair.runner.layer_ids) * pair.hidden_size
         shape = (len(self.prompts), capacity if self.tap else 0, size)
         self.features = torch.empty(shape, dtype=pair.target.dtype, device=pair.device)
+        shape = (len(self.prompts), max(self.limits) if self.keep else 0, pair.hidden_size)
+        self.states = torch.empty(shape, dtype=pair.target.dtype, device=pair.device)
         self._prefill(cache)
         active = [i for i in range(len(self.prompts)) if not self._finished(i)]
         held = list(range(len(self.prompts)))
@@ -136,6 +144,8 @@ class _Batch:
             out = self.pair.runner.forward_ragged(tokens, cache, rows, positions, keep=1, tap=self.tap)
             if out.features is not None:
                 self.features[rows, :length] = out.features
+            if self.keep:
+                self.states[rows, 0] = out.hidden[:, -1]
             draws = draw_tokens(out.logits[:, 0], self.sampling, [self.keys[i] for i in members], [0] * len(members))
             for index, token, logits, hidden in zip(members, draws.tolist(), out.logits, out.hidden, strict=True):
                 self.prefill[index] = (logits[0].float().cpu(), hidden[-1].float().cpu())
@@ -151,10 +161,13 @@ class _Batch:
         spots = [min(place, last) for place in places]
         positions = torch.tensor(spots, device=device)[:, None]
         out = self.pair.runner.forward_ragged(tokens, cache, rows, positions, keep=1, tap=self.tap)
+        live = [row for row, index in enumerate(held) if not self._finished(index)]
+        at, to = torch.tensor(live, device=device), torch.tensor([held[row] for row in live], device=device)
         if out.features is not None:
-            live = [row for row, index in enumerate(held) if not self._finished(index)]
-            at, to = torch.tensor(live, device=device), torch.tensor([held[row] for row in live], device=device)
             self.features[to, positions[at, 0]] = out.features[at, 0]
+        if self.keep:
+            drawn = torch.tensor([len(self.outputs[held[row]]) for row in live], device=device)
+            self.states[to, drawn] = out.hidden[at, -1]
         draws = draw_tokens(
             out.logits[:, 0], self.sampling, [self.keys[i] for i in held], [len(self.outputs[i]) for i in held]
         )
@@ -177,4 +190,5 @@ class _Batch:
         assert end is not None
         logits, hidden = self.prefill[index]
         processed = self.features[index, : len(prompt) + end - 1]
-        return Trajectory(prompt, output[:end], output[end:], logits, hidden, processed)
+        states = self.states[index, :end] if self.keep else None
+        return Trajectory(prompt, output[:end], output[end:], logits, hidden, processed, states)

@@ -36,10 +36,14 @@ class DecodedPrompt:
     policy_seconds: float
     """The part of ``decode_seconds`` spent in the policy."""
     prefill_seconds: float
+    drafted_sizes: tuple[int, ...] | None = None
+    """Positions drafted in each round, of which ``block_sizes`` were verified; None: as many."""
 
     def __post_init__(self) -> None:
         """Checks that the rounds account for the output."""
-        assert len(self.block_sizes) == len(self.acceptance_lengths), self
+        if self.drafted_sizes is None:
+            object.__setattr__(self, "drafted_sizes", self.block_sizes)
+        assert len(self.block_sizes) == len(self.acceptance_lengths) == len(self.drafted_sizes or ()), self
         assert self.output_tokens == 1 + sum(self.acceptance_lengths), self
 
 

@@ -26,6 +26,9 @@ class OracleRecord:
     None where it was not asked for."""
     features: Tensor | None = None
     """``[len(prompt_ids) + N - 1, F]``: tapped hidden states before every anchor; None where they were not kept."""
+    states: Tensor | None = None
+    """``[N, D]``: input of the target's head that each output token was drawn from, the first of them ``hidden``; None
+    where they were not kept."""
 
     @cached_property
     def tau(self) -> dict[int, float]:

@@ -60,7 +60,8 @@ def replay(
         max_batch_tokens: most positions held, and tokens drafted, at once; None starts high. Halved where memory runs
             out.
         per_round: whether ``acceptance_table`` is wanted.
-        keep_features: whether ``features`` are wanted (in memory), for :func:`blockpilot.oracle.simulate`.
+        keep_features: whether ``features`` and ``states`` are wanted (in memory), for
+            :func:`blockpilot.oracle.simulate`.
 
     Raises:
         UserError: a prompt that cannot be decoded, a value out of range, or too little memory for a single prompt.
@@ -77,7 +78,7 @@ def replay(
     def label(members: list[int]) -> None:
         trajectories = generate_batch(
             pair, [checked[i] for i in members], max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p,
-            top_k=top_k, seed=seed, stop_token_ids=stop_token_ids, features=True,
+            top_k=top_k, seed=seed, stop_token_ids=stop_token_ids, features=True, states=keep_features,
             beyond=min(max(candidates), pair.max_positions) if uncut else 0,
         )  # fmt: skip
         front = wavefront_of(pair, trajectories, max(candidates), memory.tokens)
@@ -91,6 +92,7 @@ def replay(
             records[index] = OracleRecord(
                 t.prompt_ids, t.output_ids, accepted, t.logits, t.hidden,
                 None if table is None else torch.from_numpy(table), t.features.clone() if keep_features else None,
+                None if t.states is None else t.states.clone(),
             )  # fmt: skip
 
     # a longer output has no positions

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from blockpilot.decoding.rounds import drafted_probs
 from blockpilot.decoding.sampling import most_likely
 from blockpilot.models.drafter import SharedContext
 from blockpilot.models.pair import Pair
@@ -88,11 +89,43 @@ class Wavefront:
             sizes_M: block size, anchor included. Only a model's position limit shrinks a block.
         """
         counts_M = np.zeros(len(sizes_M), dtype=np.int64)
-        # a block ends where its size or the models' positions do; one without drafts needs no pass
-        widths_M = np.minimum(sizes_M, self.limit - anchors_M)
+        widths_M = self.widths(anchors_M, sizes_M)
         for rows in self._passes(anchors_M, widths_M):
-            counts_M[rows] = self._count(prompts_M[rows], anchors_M[rows], widths_M[rows])
+            states_RQD = self._states(prompts_M[rows], anchors_M[rows], widths_M[rows])
+            counts_M[rows] = self._compare(states_RQD, prompts_M[rows], anchors_M[rows], widths_M[rows])
         return counts_M
+
+    @torch.inference_mode()
+    def right_with_probs(self, prompts_M: Ints, anchors_M: Ints, sizes_M: Ints) -> tuple[Ints, list[Tensor]]:
+        """What :meth:`right` returns, and the drafter's probabilities of each block's drafts, right or wrong.
+
+        Args:
+            prompts_M: which text.
+            anchors_M: position of the anchor in it.
+            sizes_M: block size, anchor included.
+
+        Returns:
+            int64 ``[M]``, and per block fp32 ``[width - 1]`` (see :meth:`widths`).
+        """
+        counts_M = np.zeros(len(sizes_M), dtype=np.int64)
+        probs_M = [torch.empty(0, device=self.pair.device)] * len(sizes_M)
+        widths_M = self.widths(anchors_M, sizes_M)
+        for rows in self._passes(anchors_M, widths_M):
+            states_RQD = self._states(prompts_M[rows], anchors_M[rows], widths_M[rows])
+            # one by one: every logit is needed, and those of many blocks are large
+            for row, state_QD in zip(rows.tolist(), states_RQD, strict=True):
+                width, anchor = int(widths_M[row]), int(anchors_M[row])
+                scores = self.pair.runner.logits(state_QD[None, 1:width])[0]
+                drafts = most_likely(scores)
+                probs_M[row] = drafted_probs(scores, drafts)
+                known = self.tokens_PT[int(prompts_M[row]), anchor + 1 : anchor + width]
+                right = drafts[: len(known)] == known
+                counts_M[row] = int(right.int().cumprod(dim=0).sum())
+        return counts_M, probs_M
+
+    def widths(self, anchors_M: Ints, sizes_M: Ints) -> Ints:
+        """Positions the blocks take, below 2 where nothing is drafted: a block ends where the models' positions do."""
+        return np.minimum(sizes_M, self.limit - anchors_M)
 
     def _passes(self, anchors_M: Ints, widths_M: Ints) -> Iterator[Ints]:
         """Indices of blocks to draft together: by falling size, then by context length, so that little is padded."""
@@ -110,12 +143,10 @@ class Wavefront:
             yield rest[:count]
             start += count
 
-    def _count(self, prompts_on_host: Ints, anchors_on_host: Ints, widths_on_host: Ints) -> Ints:
-        """One pass; right drafts of each row."""
+    def _states(self, prompts_on_host: Ints, anchors_on_host: Ints, widths_on_host: Ints) -> Tensor:
+        """One pass of the drafter, ``[R, Q, D]``; what is behind a block's width means nothing."""
         device = self.pair.device
-        prompts_R, anchors_R, widths_R = torch.from_numpy(
-            np.stack([prompts_on_host, anchors_on_host, widths_on_host])
-        ).to(device)  # fmt: skip
+        prompts_R, anchors_R, widths_R = self._on_device(prompts_on_host, anchors_on_host, widths_on_host)
         places_Q = torch.arange(int(widths_on_host.max()), device=device)
         length = min(int(anchors_on_host.max()), self.context.longest)
         self.context.select(prompts_R, length)
@@ -128,13 +159,16 @@ class Wavefront:
         ids_RQ = torch.full((len(prompts_R), len(places_Q)), self.pair.mask_token_id, device=device)
         ids_RQ[:, 0] = self.tokens_PT[prompts_R, anchors_R]
         positions_RQ = (anchors_R[:, None] + places_Q).clamp(max=self.limit - 1)
-        states_RQD = self.pair.drafter(self.pair.runner.embed(ids_RQ), positions_RQ, self.context, mask)
+        return self.pair.drafter(self.pair.runner.embed(ids_RQ), positions_RQ, self.context, mask)
+
+    def _on_device(self, *rows: Ints) -> Tensor:
+        return torch.from_numpy(np.stack(rows)).to(self.pair.device)
+
+    def _compare(self, states_RQD: Tensor, prompts_on_host: Ints, anchors_on_host: Ints, widths_on_host: Ints) -> Ints:
+        """Leading right drafts of each block. In stages: only blocks that are right so far go on to the head."""
+        prompts_R, anchors_R, widths_R = self._on_device(prompts_on_host, anchors_on_host, widths_on_host)
         # drafts behind the known end are wrong
         ends_R = torch.minimum(widths_R, self.tokens_PT.shape[1] - anchors_R)
-        return self._compare(states_RQD, prompts_R, anchors_R, ends_R)
-
-    def _compare(self, states_RQD: Tensor, prompts_R: Tensor, anchors_R: Tensor, ends_R: Tensor) -> Ints:
-        """Leading right drafts of each block. In stages: only blocks that are right so far go on to the head."""
         counts_R = torch.zeros_like(anchors_R)
         alive_C, place = (ends_R > 1).nonzero()[:, 0], 1
         while len(alive_C) > 0:

@@ -1,4 +1,4 @@
-"""Policies without learning: one size for all, chance, and the upper bound that knows the labels."""
+"""Policies that choose without looking: one size for all, chance, and the upper bound that knows the labels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from blockpilot.config import require
 from blockpilot.decoding.engine import Prefill
 from blockpilot.errors import UserError, integer, integers
-from blockpilot.metrics import best_choice
+from blockpilot.metrics import best_choice, best_fixed
 
 if TYPE_CHECKING:
     from blockpilot.oracle.table import LabelTable
@@ -30,6 +30,18 @@ class FixedPolicy:
 
     def __post_init__(self) -> None:
         require(integer("block_size", self.block_size) >= 1, "block_size", self.block_size, "a number of at least 1")
+
+    @classmethod
+    def best(cls, table: LabelTable) -> FixedPolicy:
+        """The one size with the highest mean tau over the prompts of a table, the smallest of equals (``best_fixed``).
+
+        Args:
+            table: labels of training prompts; chosen on the test prompts it would be an upper bound.
+
+        Raises:
+            UserError: no prompt has rounds.
+        """
+        return cls(table.block_sizes[best_fixed(table.tau)])
 
     def choose(self, prefill: Prefill) -> int:
         """The block size."""

@@ -27,6 +27,7 @@ SCHEMA = pa.schema(
         pa.field("decode_seconds", pa.float64(), nullable=False),
         pa.field("policy_seconds", pa.float64(), nullable=False),
         pa.field("prefill_seconds", pa.float64(), nullable=False),
+        pa.field("drafted_sizes", pa.list_(pa.int32()), nullable=False),
     ]
 )
 assert SCHEMA.names == [field.name for field in fields(DecodedPrompt)]
@@ -52,6 +53,6 @@ def read_decisions(path: str | Path) -> list[DecodedPrompt]:
         raise UserError(f"decisions={str(path)!r} has columns {table.schema.names}; expected {SCHEMA.names}")
     rows = table.to_pylist()
     for row in rows:
-        row["block_sizes"] = tuple(row["block_sizes"])
-        row["acceptance_lengths"] = tuple(row["acceptance_lengths"])
+        for name in ("block_sizes", "acceptance_lengths", "drafted_sizes"):
+            row[name] = tuple(row[name])
     return [DecodedPrompt(**row) for row in rows]

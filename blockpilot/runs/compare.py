@@ -1,53 +1,90 @@
-"""Real speculative decoding of the same prompts under several policies, side by side."""
+"""The same prompts under several policies, side by side: by real speculative decoding, or by simulation."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from blockpilot.config import EvaluationConfig, GenerationConfig
+from blockpilot.config import CollectConfig, EvaluationConfig, GenerationConfig
 from blockpilot.decoding import BlockSizePolicy, Generation, LatencyProfile, generate
 from blockpilot.metrics import DecodedPrompt, Estimate, PolicySummary, best_choice, summarize
 from blockpilot.models import Pair
-from blockpilot.oracle import LabelTable
-from blockpilot.policies import FixedPolicy, OraclePolicy, RandomPolicy
+from blockpilot.oracle import LabelCache, LabelTable, OracleRecord, Simulation, simulate
 from blockpilot.report import progress_bar
 from blockpilot.runs.latency import round_costs
+from blockpilot.runs.policies import AUTOREGRESSIVE, ORACLE, always
 
 log = logging.getLogger(__name__)
 
-AUTOREGRESSIVE = "autoregressive"
-ORACLE = "oracle"
 WARM_UP_PROMPTS = 2
 
 
-def always(block_size: int) -> str:
-    """Name of the policy that always uses B."""
-    return f"always-{block_size}"
-
-
-def compared_policies(
-    pair: Pair, table: LabelTable, best_fixed: int | None, seed: int, **learned: BlockSizePolicy
-) -> dict[str, BlockSizePolicy]:
-    """The rows of the final table by name: what is given, what was learned, what is possible.
+def run_policies(
+    pair: Pair,
+    table: LabelTable,
+    policies: Mapping[str, BlockSizePolicy],
+    caches: Sequence[LabelCache],
+    evaluation: EvaluationConfig,
+    generation: GenerationConfig,
+    collect: CollectConfig,
+) -> tuple[LabelTable, list[DecodedPrompt]]:
+    """Test prompts under every policy, as ``evaluation.method`` says; returns those prompts and what came of them.
 
     Args:
-        pair: gives B.
-        table: labels of the prompts to be decoded, for the oracle; its candidates are random's too.
-        best_fixed: the best single block size of the training prompts; None leaves the row out.
-        seed: of random.
-        learned: the policies in question.
+        pair: target and drafter.
+        table: labels of all test prompts.
+        policies: the rows, by name.
+        caches: hold these labels (and maybe others); a simulation goes along their outputs.
+        evaluation, generation, collect: the run's settings.
     """
-    fixed = {} if best_fixed is None else {"best-fixed": FixedPolicy(best_fixed)}
-    return {
-        AUTOREGRESSIVE: FixedPolicy(1),
-        always(pair.block_size): FixedPolicy(pair.block_size),
-        **fixed,
-        "random": RandomPolicy(table.block_sizes, seed),
-        **learned,
-        ORACLE: OraclePolicy.from_table(table),
-    }
+    if evaluation.method == "simulate":
+        records = records_of(caches, table)
+        return table, simulate_policies(pair, table, records, policies, collect.batch_size)
+    shown = spread(table, evaluation.num_prompts)
+    return shown, decode_policies(pair, shown, policies, generation, "decoding test prompts")
+
+
+def records_of(caches: Iterable[LabelCache], table: LabelTable) -> list[OracleRecord]:
+    """The caches' records of a table's prompts, in its order."""
+    keys = table.prompt_keys.tolist()
+    wanted, found = set(keys), {}
+    for cache in caches:
+        for record in cache.records():
+            # a key is of the tokens, and so is what follows them
+            if (key := signed_prompt_key(record.prompt_ids)) in wanted:
+                found[key] = record
+    return [found[key] for key in keys]
+
+
+def simulate_policies(
+    pair: Pair,
+    table: LabelTable,
+    records: Sequence[OracleRecord],
+    policies: Mapping[str, BlockSizePolicy],
+    batch_size: int,
+) -> list[DecodedPrompt]:
+    """What :func:`decode_policies` would find, without seconds.
+
+    Args:
+        pair: the pair that made the records.
+        table: names of the prompts.
+        records: theirs, in the same order.
+        policies: each begins anew with every prompt, so each prompt has a copy and many are simulated together.
+        batch_size: most prompts at once.
+    """
+    simulated: dict[str, list[Simulation]] = {}
+    with progress_bar("simulating test prompts", len(policies)) as advance:
+        for name, policy in policies.items():
+            own = [copy.copy(policy) for _ in records]
+            simulated[name] = simulate(pair, records, own, batch_size=batch_size)
+            advance(1)
+    return [
+        _simulated(name, prompt_id, dataset, simulated[name][index])
+        for index, (prompt_id, dataset) in enumerate(zip(table.prompt_ids, table.datasets, strict=True))
+        for name in policies
+    ]
 
 
 def spread(table: LabelTable, count: int) -> LabelTable:
@@ -88,6 +125,22 @@ def _decode(pair: Pair, prompt_ids: Sequence[int], policy: BlockSizePolicy, gene
     )  # fmt: skip
 
 
+def _simulated(policy: str, prompt_id: str, dataset: str, out: Simulation) -> DecodedPrompt:
+    return DecodedPrompt(
+        policy=policy,
+        prompt_id=prompt_id,
+        dataset=dataset,
+        block_sizes=tuple(out.block_sizes),
+        first_block_size=out.first_block_size,
+        acceptance_lengths=tuple(out.acceptance_lengths),
+        output_tokens=1 + sum(out.acceptance_lengths),
+        decode_seconds=math.nan,
+        policy_seconds=math.nan,
+        prefill_seconds=math.nan,
+        drafted_sizes=tuple(out.drafted_sizes),
+    )
+
+
 def _decoded(policy: str, prompt_id: str, dataset: str, out: Generation) -> DecodedPrompt:
     return DecodedPrompt(
         policy=policy,
@@ -100,6 +153,7 @@ def _decoded(policy: str, prompt_id: str, dataset: str, out: Generation) -> Deco
         decode_seconds=out.decode_seconds,
         policy_seconds=out.policy_seconds,
         prefill_seconds=out.prefill_seconds,
+        drafted_sizes=tuple(out.drafted_sizes),
     )
 
 
@@ -134,7 +188,7 @@ def label_agreement(decoded: Sequence[DecodedPrompt], table: LabelTable) -> floa
     rows = {prompt_id: index for index, prompt_id in enumerate(table.prompt_ids)}
     checked, agreed = 0, 0
     for one in decoded:
-        if one.first_block_size in table.block_sizes and len(set(one.block_sizes)) <= 1:
+        if one.first_block_size in table.block_sizes and set(one.block_sizes) <= {one.first_block_size}:
             place = rows[one.prompt_id], table.block_sizes.index(one.first_block_size)
             label = (int(table.committed_tokens[place]), int(table.rounds[place]))
             checked += 1

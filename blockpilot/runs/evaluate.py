@@ -1,4 +1,4 @@
-"""A trained policy, or a fixed block size, beside the standard rows on a data set of choice."""
+"""A policy of choice beside the standard rows on a data set of choice."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from blockpilot.config import EvaluateConfig, project_path, to_plain
+from blockpilot.config import EvaluateConfig, TrainerConfig, project_path, to_plain
 from blockpilot.errors import UserError
 from blockpilot.models import assemble_pair, locate_pair
 from blockpilot.oracle import LabelTable, candidates_of, concatenate
@@ -17,17 +17,20 @@ from blockpilot.runs.job import start_job
 from blockpilot.runs.labels import Labels, read_sources, unseen
 from blockpilot.runs.latency import find_profile, speed_figures
 from blockpilot.runs.loggers import job_logger
+from blockpilot.runs.policies import BEST_FIXED, LEARNED, Known, block_sizes_of, compared_policies, row_name
 from blockpilot.runs.results import write_results
 
 log = logging.getLogger(__name__)
 
 
 def evaluate(config: EvaluateConfig, folder: Path, group: str | None = None) -> dict[str, Any]:
-    """Decodes test prompts under the policy and the standard rows; returns what ``metrics.json`` holds.
+    """Runs test prompts under the policy and the standard rows; returns what ``metrics.json`` holds.
 
     A data set with test prompts of its own is tested on those, and a policy trained on any of them is refused. From
-    one without, the prompts the policy was not trained on are taken. ``best-fixed`` is a trained policy's own record of
-    the best size on its training prompts; beside a fixed block size there is no such row.
+    one without, the prompts the policy was not trained on are taken. ``best_fixed`` is a trained policy's own record of
+    the best size on its training prompts; without one it is found on the training prompts of these data sets, which are
+    labelled for that, and where a data set has no test prompts of its own, those that training would hold out are
+    tested.
 
     Args:
         config: the run's configuration.
@@ -39,30 +42,32 @@ def evaluate(config: EvaluateConfig, folder: Path, group: str | None = None) -> 
     """
     start_job(config.seed)
     locate_pair(config.model, config.drafter)
-    sources = read_sources(config, splits=("test",))
     trained = _trained_policy(config)
+    rows = config.evaluation.policies
+    learns = trained is None and BEST_FIXED in (config.policy.name, *rows)
+    sources = read_sources(config, splits=("train", "test") if learns else ("test",))
     pair = assemble_pair(config.model, config.drafter, device=config.device)
-    policy = trained or FixedPolicy(config.policy.block_size or pair.block_size)
     labels = Labels(config, pair, sources)
-    if isinstance(policy, PredictorPolicy):
-        policy.check_pair(pair)
-        labels.require(policy.block_sizes, "the policy")
-        name, best_fixed = "predictor", policy.best_fixed
-        latency = find_profile(config.evaluation, pair, policy.block_sizes)
-        labels.collect()
-        table = _test_table(labels, policy).restrict(policy.block_sizes)
-        policy.to(pair.device)
+    candidates = _candidates(config, labels, trained)
+    priced = block_sizes_of(rows, config.policy, pair.block_size)
+    latency = find_profile(config.evaluation, pair, sorted({*candidates, *priced}))
+    labels.collect()
+    if trained is not None:
+        best_fixed, table = trained.best_fixed, _unseen_table(labels, trained)
+    elif learns:
+        # the split that train.py makes
+        train, table = labels.train_and_test(TrainerConfig().test_share, config.seed)
+        best_fixed = FixedPolicy.best(train).block_size
     else:
-        name, best_fixed = f"fixed-{policy.block_size}", None
-        candidates = candidates_of(pair, config.oracle)
-        labels.require([pair.block_size], "always-B")
-        latency = find_profile(config.evaluation, pair, (policy.block_size, *candidates))
-        labels.collect()
-        table = concatenate(labels.tables("test") + labels.tables("train"))
-    policies = compare.compared_policies(pair, table, best_fixed, config.seed, **{name: policy})
-    shown = compare.spread(table, config.evaluation.num_prompts)
+        best_fixed, table = None, concatenate(labels.tables("test") + labels.tables("train"))
+    table = table.restrict(candidates)
+    known = Known(pair, table, config.seed, best_fixed, trained)
+    policies = compared_policies(rows, known, config.policy)
+    name = row_name(config.policy, pair.block_size)
     with job_logger(config.logger, folder, to_plain(config), group) as logger:
-        decoded = compare.decode_policies(pair, shown, policies, config.generation, "decoding test prompts")
+        shown, decoded = compare.run_policies(
+            pair, table, policies, labels.caches, config.evaluation, config.generation, config.collect
+        )
         summaries = compare.summarize_against(decoded, shown, pair.block_size, config.evaluation, config.seed, latency)
         metrics = {
             **compare.figures(summaries, name, pair.block_size),
@@ -76,7 +81,18 @@ def evaluate(config: EvaluateConfig, folder: Path, group: str | None = None) -> 
     return metrics
 
 
-def _test_table(labels: Labels, policy: PredictorPolicy) -> LabelTable:
+def _candidates(config: EvaluateConfig, labels: Labels, trained: PredictorPolicy | None) -> tuple[int, ...]:
+    """The trained policy's block sizes, or else all that are labelled; B is among them."""
+    if trained is None:
+        labels.require([labels.pair.block_size], "always-B")
+        return candidates_of(labels.pair, config.oracle)
+    trained.check_pair(labels.pair)
+    labels.require(trained.block_sizes, "the policy")
+    trained.to(labels.pair.device)
+    return trained.block_sizes
+
+
+def _unseen_table(labels: Labels, policy: PredictorPolicy) -> LabelTable:
     """Test prompts as they are, provided none was learned from; of other data sets those not learned from."""
     held_out = labels.tables("test")
     for table in held_out:
@@ -85,9 +101,11 @@ def _test_table(labels: Labels, policy: PredictorPolicy) -> LabelTable:
 
 
 def _trained_policy(config: EvaluateConfig) -> PredictorPolicy | None:
-    """The predictor of ``policy.path``, read before any model is; None for a fixed block size."""
-    if config.policy.name == "fixed":
+    """The predictor of ``policy.path``, read before any model is; None for a policy that needs none."""
+    if config.policy.name not in LEARNED:
         return None
     if config.policy.path is None:
-        raise UserError("policy=predictor needs policy.path, got null; expected the policy folder of a training run")
+        raise UserError(
+            f"policy={config.policy.name} needs policy.path, got null; expected the policy folder of a training run"
+        )
     return load_policy(project_path(config.policy.path))

@@ -38,6 +38,7 @@ from blockpilot.runs.labels import Labels, read_sources
 from blockpilot.runs.latency import find_profile, round_seconds, speed_figures
 from blockpilot.runs.loggers import job_logger
 from blockpilot.runs.processes import is_first, side_by_side
+from blockpilot.runs.policies import AUTOREGRESSIVE, Known, always, compared_policies
 from blockpilot.runs.results import write_results
 
 log = logging.getLogger(__name__)
@@ -71,9 +72,11 @@ def train(config: TrainConfig, folder: Path, group: str | None = None) -> dict[s
         policy = policy_of(best, pair, data)
         policy.save(folder / "policy")
         policy.to(pair.device)
-        policies = compare.compared_policies(pair, data.test_table, policy.best_fixed, config.seed, predictor=policy)
-        shown = compare.spread(data.test_table, config.evaluation.num_prompts)
-        decoded = compare.decode_policies(pair, shown, policies, config.generation, "decoding test prompts")
+        known = Known(pair, data.test_table, config.seed, policy.best_fixed, policy)
+        shown, decoded = compare.run_policies(
+            pair, data.test_table, compared_policies(config.evaluation.policies, known), labels.caches,
+            config.evaluation, config.generation, config.collect,
+        )  # fmt: skip
         summaries = compare.summarize_against(decoded, shown, pair.block_size, config.evaluation, config.seed, latency)
         final = {
             **compare.figures(summaries, "predictor", pair.block_size),
@@ -273,8 +276,8 @@ def _decode_now(
     shown = compare.spread(data.test_table, config.evaluation.num_prompts)
     with evaluating(module):
         policies: dict[str, BlockSizePolicy] = {
-            compare.AUTOREGRESSIVE: FixedPolicy(1),
-            compare.always(pair.block_size): FixedPolicy(pair.block_size),
+            AUTOREGRESSIVE: FixedPolicy(1),
+            always(pair.block_size): FixedPolicy(pair.block_size),
             "predictor": policy_of(module, pair, data),
         }
         decoded = compare.decode_policies(pair, shown, policies, config.generation, "decoding test prompts")

@@ -21,7 +21,7 @@ from blockpilot.report import read_decisions
 from .conftest import QUICK_COLLECT, ROOT, Finished
 
 Run = Callable[..., Finished]
-ROWS = ["autoregressive", "always-16", "best-fixed", "random", "predictor", "oracle"]
+ROWS = ["autoregressive", "always-16", "best_fixed", "random", "predictor", "oracle"]
 
 
 def test_train_then_evaluate(run: Run, tmp_path: Path) -> None:

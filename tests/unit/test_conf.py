@@ -54,6 +54,7 @@ REQUIRED = {
     ("dataset", "jsonl"): ["dataset.jsonl.train.path=prompts.jsonl"],
     ("dataset", "txt"): ["dataset.txt.train.path=prompts.txt"],
     ("policy", "predictor"): ["policy.path=/some/folder"],
+    ("policy", "per_round"): ["policy.path=/some/folder"],
 }
 FILE_DATASETS = ("tiny", "jsonl", "txt")
 MATHS = ("gsm8k", "math500", "aime24", "aime25")
