@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from blockpilot.decoding import Generation, Prefill, Round, Sampling, engine, generate, prompt_key
+from blockpilot.decoding import Draft, Generation, Prefill, Round, Sampling, engine, generate, prompt_key
 from blockpilot.decoding.rounds import Rounds
 from blockpilot.decoding.sampling import filtered_log_probs
 from blockpilot.errors import UserError
@@ -425,6 +425,116 @@ def test_a_policy_sees_the_prefill_of_a_plain_forward() -> None:
     assert policy.prefill.prompt_tokens == 7
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", ["qwen3", "llama-tied"])
+def test_a_round_shows_what_the_next_anchor_was_drawn_from(kind: str, temperature: float) -> None:
+    class Looking(Changing):
+        def update(self, round: Round) -> int:
+            seen.append((round.logits.clone(), round.hidden.clone()))
+            return super().update(round)
+
+    pair, prompt = random_pair(kind), make_prompts([7], seed=1)[0]
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    out = generate(pair, prompt, Looking([4, 1, 6]), max_new_tokens=14, temperature=temperature, stop_token_ids=[])
+    with torch.no_grad():
+        plain = pair.target(torch.tensor([prompt + out.output_ids]), output_hidden_states=True)
+    assert plain.hidden_states is not None
+    anchor = len(prompt)
+    assert len(seen) == len(out.acceptance_lengths) - 1 > 3
+    for length, (logits, hidden) in zip(out.acceptance_lengths, seen, strict=False):
+        anchor += length
+        torch.testing.assert_close(logits, plain.logits[0, anchor - 1], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(hidden, plain.hidden_states[-1][0, anchor - 1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_round_is_not_shown_once_the_next_has_begun_nor_without_a_target() -> None:
+    policy = Changing([2])
+    generate(random_pair(), [9], policy, max_new_tokens=9, stop_token_ids=[])
+    assert len(policy.rounds) > 2
+    with pytest.raises(UserError, match="logits of round 0 were asked for after the next round; read them in update"):
+        _ = policy.rounds[0].logits
+    with pytest.raises(UserError, match="round 0 was made without hidden"):
+        _ = Round(0, 16, 5).hidden
+    assert repr(Round(0, 16, 5)) == "Round(index=0, block_size=16, acceptance_length=5)"
+
+
+# ---- policies that verify a part of what was drafted
+
+
+class Trimming(Changing):
+    """Verifies as many as ``cuts`` say, draft by draft (all of them where that is more), and keeps what it saw."""
+
+    def __init__(self, sizes: list[int], cuts: list[int]) -> None:
+        super().__init__(sizes)
+        self.cuts, self.drafts = cuts, list[Draft]()
+
+    def trim(self, draft: Draft) -> int:
+        self.drafts.append(draft)
+        return min(self.cuts[(len(self.drafts) - 1) % len(self.cuts)], draft.block_size)
+
+
+def test_a_trimmed_round_commits_no_more_than_is_verified() -> None:
+    # two drafts are right: min(2, verified - 1) + 1 tokens a round. With b = 1 nothing is drafted and trim not asked.
+    pair, prompt = make_scripted_pair(2), make_prompts([7])[0]
+    policy = Trimming([8, 1, 5], [2, 1, 4])
+    out = generate(pair, prompt, policy, max_new_tokens=14)
+    assert out.drafted_sizes == [8, 1, 5, 8, 1, 5, 8, 1, 5]
+    assert out.block_sizes == [2, 1, 1, 4, 1, 2, 1, 1, 4]
+    # the budget of 13 behind the first token cuts the last round
+    assert out.acceptance_lengths == [2, 1, 1, 3, 1, 2, 1, 1, 1] and out.first_block_size == 8
+    assert [(draft.block_size, len(draft.probs)) for draft in policy.drafts] == [(8, 7), (5, 4)] * 3
+    assert [round.block_size for round in policy.rounds] == out.block_sizes[:8]
+    assert out.output_ids == generate(pair, prompt, FixedPolicy(8), max_new_tokens=14).output_ids
+
+
+def test_a_draft_tells_the_drafters_probabilities() -> None:
+    pair, prompt = make_scripted_pair(2), make_prompts([7])[0]
+    policy = Trimming([4], [4])
+    out = generate(pair, prompt, policy, max_new_tokens=6)
+    # it says the rows of the head of the next two tokens, and of the one after the third: softmax of their products
+    head, first = pair.runner.head.weight.detach(), out.output_ids[0]
+    said = head[torch.tensor([first + 1, first + 2, first + 4]) % 64]
+    expected = (said @ head.T).softmax(-1).amax(-1)
+    torch.testing.assert_close(policy.drafts[0].probs, expected)
+    assert policy.drafts[0].probs.dtype == torch.float32
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "top_p": 0.9, "seed": 3}], ids=["greedy", "sampled"])
+def test_trimming_changes_nothing_in_the_output(options: dict[str, Any]) -> None:
+    pair = random_pair()
+    for prompt in make_prompts([1, 9], seed=3):
+        expected = generate(pair, prompt, FixedPolicy(1), max_new_tokens=30, **options).output_ids
+        out = generate(pair, prompt, Trimming([6, 3], [1, 5, 2]), max_new_tokens=30, **options)
+        assert out.output_ids == expected
+        check_accounts(out)
+
+
+def test_trimming_at_the_position_limit() -> None:
+    # the target holds 20 positions: from position 18 on a block of 6 has 2, then 1
+    pair = make_scripted_pair(0, target=make_target(successor=True, max_positions=20))
+    policy = Trimming([6], [6])
+    out = generate(pair, make_prompts([14])[0], policy, max_new_tokens=30)
+    assert out.output_ids == generate(pair, make_prompts([14])[0], FixedPolicy(1), max_new_tokens=30).output_ids
+    assert [draft.block_size for draft in policy.drafts] == [6, 5, 4, 3, 2]
+    assert (out.block_sizes, out.drafted_sizes) == ([6, 5, 4, 3, 2, 1], [6] * 6)
+
+
+def test_a_policy_that_trims_runs_no_captured_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("rounds of one shape cannot be trimmed")
+
+    monkeypatch.setattr(engine, "rounds_for", refuse)
+    assert len(generate(successor_pair(2), [9], Trimming([4], [3]), max_new_tokens=8).output_ids) == 8
+
+
+@pytest.mark.parametrize("picked", [0, 5, -1])
+def test_a_trim_to_what_was_not_drafted(picked: int) -> None:
+    policy = SimpleNamespace(choose=lambda prefill: 4, trim=lambda draft: picked)
+    with pytest.raises(UserError, match=f"trim returned {picked}; expected 1 to 4, the positions drafted") as caught:
+        generate(random_pair(), [9], policy, max_new_tokens=5, stop_token_ids=[])
+    assert "\n" not in str(caught.value)
+
+
 def test_a_policy_is_asked_even_when_no_round_follows() -> None:
     out = generate(successor_pair(ALWAYS), [20], FixedPolicy(5), max_new_tokens=1)
     assert (out.output_ids, out.first_block_size, out.acceptance_lengths, out.block_sizes) == ([21], 5, [], [])
@@ -760,6 +870,8 @@ def test_stop_ids_outside_the_vocabulary_never_stop() -> None:
         ({"policy": None}, "policy=None is not allowed"),
         ({"policy": FixedPolicy}, "policy=<class .* is not allowed"),
         ({"policy": SimpleNamespace(choose=lambda prefill: 3, update=5)}, "policy=.* is not allowed"),
+        ({"policy": SimpleNamespace(choose=lambda prefill: 3, trim=5)}, "policy=.* is not allowed"),
+        ({"policy": SimpleNamespace(choose=lambda prefill: 3, trim=lambda draft: 1.5)}, "trim=1.5 is not allowed"),
         ({"policy": SimpleNamespace(choose=lambda prefill: torch.zeros(40, 40))}, "block size=tensor"),
     ],
 )

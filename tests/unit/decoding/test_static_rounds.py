@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from blockpilot.decoding import Prefill, Sampling, engine, generate, static
-from blockpilot.decoding.rounds import Task
+from blockpilot.decoding.rounds import Rounds, Task
 from blockpilot.decoding.static import SMALLEST_WINDOW, StaticRounds
 from blockpilot.models import Pair
 from blockpilot.policies import FixedPolicy
@@ -62,6 +62,31 @@ def test_a_round_reads_nothing_back(options: dict[str, Any], block_size: int, dr
         with pytest.raises(DataDependentOutputException):
             rounds._commit(settled)
     rounds.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}], ids=["greedy", "sampled"])
+@torch.inference_mode()
+def test_a_round_shows_the_rows_that_plain_rounds_show(options: dict[str, Any]) -> None:
+    pair, prompt = make_pair(seed=5, layers=3), make_prompts([7])[0]
+    shown = []
+    for kind in (StaticRounds, Rounds):
+        rounds = kind(pair, Task(prompt, Sampling(**options), frozenset(), 30))
+        rounds.prefill()
+        rounds.start(True)
+        rows, addresses_seen = [], set()
+        for size in (4, 1, 6, 3):
+            tokens = rounds.round(size).tokens
+            rows.append((tokens, rounds.seen("logits").clone(), rounds.seen("hidden").clone()))
+            addresses_seen.add(rounds.seen("logits").data_ptr())
+        # one buffer for all rounds: a graph writes where it wrote when it was captured
+        assert kind is Rounds or len(addresses_seen) == 1
+        rounds.close()
+        shown.append(rows)
+    for (ours, logits, hidden), (theirs, plain_logits, plain_hidden) in zip(*shown, strict=True):
+        assert ours == theirs
+        torch.testing.assert_close(logits, plain_logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(hidden, plain_hidden, rtol=1e-4, atol=1e-4)
+        assert (logits.shape, hidden.shape) == ((pair.vocab_size,), (pair.hidden_size,))
 
 
 @pytest.mark.parametrize("seed", [0, 5, 2**32 + 7, 2**63 + 9])

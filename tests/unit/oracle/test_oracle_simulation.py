@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from blockpilot import oracle
-from blockpilot.decoding import Prefill, Round, generate
+from blockpilot.decoding import Draft, Prefill, Round, generate
 from blockpilot.errors import UserError
 from blockpilot.models import Pair
-from blockpilot.oracle import OracleRecord, simulate
-from blockpilot.policies import FixedPolicy, RandomPolicy
+from blockpilot.oracle import OracleRecord, simulate, simulation
+from blockpilot.policies import ConfidencePolicy, EmaPolicy, FixedPolicy, RandomPolicy
 from tests.toy import Changing, make_prompts
 from tests.unit.oracle.test_oracle_replay import PAIRS, PROMPTS, SIZES, random_pair
 
@@ -33,6 +34,26 @@ class ByLogits:
     def update(self, round: Round) -> int:
         self.asked += 1
         return self.sizes[(round.index + round.block_size + round.acceptance_length + self.asked) % len(self.sizes)]
+
+
+class ByAnchor(ByLogits):
+    """Picks by what every anchor was drawn from."""
+
+    def update(self, round: Round) -> int:
+        return self.sizes[(int(round.logits.argmax()) + int(round.hidden.argmax())) % len(self.sizes)]
+
+
+class Trimming(ByLogits):
+    """Verifies by what it sees of the draft, and keeps state over rounds and prompts; may draft one size for ever."""
+
+    def __init__(self, sizes: list[int], changing: bool) -> None:
+        super().__init__(sizes)
+        if not changing:
+            self.update = None
+
+    def trim(self, draft: Draft) -> int:
+        self.asked += 1
+        return 1 + (int(draft.probs.sum() * 1000) + self.asked) % draft.block_size
 
 
 def bare(record: OracleRecord) -> OracleRecord:
@@ -57,18 +78,24 @@ POLICIES = {
     "changing": lambda: Changing([8, 2, 1, 5, 3]),
     "changing, not all candidates": lambda: Changing([4, 8, 1]),
     "by logits": lambda: ByLogits(SIZES),
+    "by anchor": lambda: ByAnchor(SIZES),
+    "ema": lambda: EmaPolicy(SIZES, 5, update_interval=1),
+    "confidence": lambda: ConfidencePolicy(8, 0.3),
+    "trimming": lambda: Trimming([5], changing=False),
+    "trimming and changing": lambda: Trimming([*SIZES, 11], changing=True),
 }
 
 
-def decoded(pair: Pair, policy: Any, **options: Any) -> list[tuple[list[int], list[int], int]]:
-    outs = [generate(pair, prompt, policy, **options) for prompt in PROMPTS]
-    return [(out.acceptance_lengths, out.block_sizes, out.first_block_size) for out in outs]
+def rounds_of(out: Any) -> tuple[list[int], list[int], list[int], int]:
+    return out.acceptance_lengths, out.block_sizes, out.drafted_sizes, out.first_block_size
+
+
+def decoded(pair: Pair, policy: Any, **options: Any) -> list[tuple]:
+    return [rounds_of(generate(pair, prompt, policy, **options)) for prompt in PROMPTS]
 
 
 def simulated(pair: Pair, records: list[OracleRecord], policy: Any, **options: Any) -> list[tuple]:
-    return [
-        (s.acceptance_lengths, s.block_sizes, s.first_block_size) for s in simulate(pair, records, policy, **options)
-    ]
+    return [rounds_of(one) for one in simulate(pair, records, policy, **options)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 3.0])
@@ -89,7 +116,7 @@ def test_position_limits_and_families(kind: str) -> None:
     pair = random_pair(kind)
     options: dict[str, Any] = OPTIONS | {"max_new_tokens": 30}
     records = [bare(record) for record in oracle.replay(pair, PROMPTS, SIZES, **options)]
-    for policy in ("changing", "not a candidate"):
+    for policy in ("changing", "not a candidate", "by anchor", "trimming and changing"):
         assert simulated(pair, records, POLICIES[policy]()) == decoded(pair, POLICIES[policy](), **options)
 
 
@@ -97,11 +124,9 @@ def test_one_policy_per_record_runs_all_at_once_with_a_state_of_its_own() -> Non
     pair = random_pair()
     records = [bare(record) for record in oracle.replay(pair, PROMPTS, SIZES, **OPTIONS)]
     sizes = [SIZES, [3, 5], [1], [8], [2, 9], [5, 1, 2], [4]]
-    expected = [
-        (out.acceptance_lengths, out.block_sizes, out.first_block_size)
-        for out in (generate(pair, p, ByLogits(s), **OPTIONS) for p, s in zip(PROMPTS, sizes, strict=True))
-    ]
-    assert simulated(pair, records, [ByLogits(s) for s in sizes]) == expected
+    for make in (ByLogits, lambda sizes: Trimming(sizes, changing=True)):
+        expected = [rounds_of(generate(pair, p, make(s), **OPTIONS)) for p, s in zip(PROMPTS, sizes, strict=True)]
+        assert simulated(pair, records, [make(s) for s in sizes]) == expected
 
 
 def test_labels_are_looked_up_and_not_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,16 +148,45 @@ def test_labels_are_looked_up_and_not_drafted(monkeypatch: pytest.MonkeyPatch) -
         simulate(pair, labels, Changing([8, 2]))
 
 
+def test_who_looks_at_nothing_needs_no_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache stores neither logits nor hidden states, unless it is asked to."""
+    pair = random_pair()
+    records = [replace(r, logits=None, hidden=None) for r in oracle.replay(pair, PROMPTS, SIZES, **OPTIONS)]
+    expected = decoded(pair, FixedPolicy(5), **OPTIONS)
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the target ran")
+
+    monkeypatch.setattr(type(pair.runner), "forward", refuse)
+    assert simulated(pair, records, FixedPolicy(5)) == expected
+    with pytest.raises(AssertionError, match="the target ran"):
+        simulate(pair, records, ByLogits(SIZES))
+
+
+def test_texts_are_read_in_parts_where_logits_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = random_pair()
+    (kept,) = oracle.replay(pair, PROMPTS[3:4], SIZES, keep_features=True, **OPTIONS)
+    monkeypatch.setattr(simulation, "_LOGITS", 3 * pair.vocab_size)
+    read = simulation.read_text(pair, bare(kept))
+    assert kept.states is not None and kept.features is not None and kept.hidden is not None
+    assert kept.states.shape == (len(kept.output_ids), pair.hidden_size) and len(kept.output_ids) > 8
+    torch.testing.assert_close(kept.states[0], kept.hidden, rtol=0, atol=0)
+    torch.testing.assert_close(read.states, kept.states, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(read.features, kept.features, rtol=1e-4, atol=1e-4)
+
+
 def test_hidden_states_that_were_kept_spare_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = random_pair()
     records = oracle.replay(pair, PROMPTS, SIZES, keep_features=True, **OPTIONS)
     expected = decoded(pair, Changing([11, 4]), **OPTIONS)
+    by_anchor = decoded(pair, ByAnchor(SIZES), **OPTIONS)
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("the target ran")
 
     monkeypatch.setattr(type(pair.runner), "forward", refuse)
     assert simulated(pair, records, Changing([11, 4])) == expected
+    assert simulated(pair, records, ByAnchor(SIZES)) == by_anchor
     assert records[0].features is not None
     assert len(records[0].features) == len(records[0].prompt_ids) + len(records[0].output_ids) - 1
 
@@ -153,6 +207,8 @@ def test_tau_and_outputs_without_rounds() -> None:
         ([FixedPolicy(3)], {}, "1 policies for 7 records; expected one for each"),
         (Changing([0]), {}, "the policy picked block size 0"),
         (Changing([2, 0]), {}, "the policy picked block size 0"),
+        (SimpleNamespace(choose=lambda prefill: 4, trim=lambda draft: 5), {}, "trim returned 5; expected 1 to 4"),
+        (SimpleNamespace(choose=lambda prefill: 4, trim=7), {}, "policy=.* is not allowed"),
         (FixedPolicy(3), {"batch_size": 0}, "batch_size=0 is not allowed"),
         (FixedPolicy(3), {"max_batch_tokens": 0}, "max_batch_tokens=0 is not allowed"),
     ],

@@ -100,3 +100,17 @@ def test_oracle_reaches_the_best_tau_when_decoding() -> None:
 def test_random_takes_whole_numbers_only(sizes: Any) -> None:
     with pytest.raises(UserError, match=r"block_sizes.* is not allowed; expected a"):
         RandomPolicy(sizes)
+
+
+def test_best_fixed_has_the_highest_mean_and_is_the_smallest_of_equals() -> None:
+    # means of tau over the three prompts with rounds: 3 -> (2 + 1 + 3) / 3 = 2, 4 -> (4 + 2 + 3) / 3 = 3,
+    # 5 -> (1 + 5 + 3) / 3 = 3; the oracle would say 4, 5, 3
+    labels = table(
+        [[1], [2], [3], [4]],
+        committed=[[4, 4, 4], [10, 10, 10], [9, 9, 9], [0, 0, 0]],
+        rounds=[[2, 1, 4], [10, 5, 2], [3, 3, 3], [0, 0, 0]],
+        sizes=(3, 4, 5),
+    )
+    assert FixedPolicy.best(labels) == FixedPolicy(4)
+    with pytest.raises(UserError, match="rounds"):
+        FixedPolicy.best(labels.select([3]))
