@@ -97,9 +97,16 @@ class LatencyProfile:
 
     def round_seconds_of(self, block_sizes: Sequence[int], contexts_N: Tensor) -> Tensor:
         """:meth:`round_seconds_at` of N contexts and several block sizes, float64 ``[N, K]``."""
+        return self._of(self.round_seconds, block_sizes, contexts_N)
+
+    def draft_seconds_of(self, block_sizes: Sequence[int], contexts_N: Tensor) -> Tensor:
+        """Seconds of the draft pass alone, by the same rule as :meth:`round_seconds_of`."""
+        return self._of(self.draft_seconds, block_sizes, contexts_N)
+
+    def _of(self, table: Table, block_sizes: Sequence[int], contexts_N: Tensor) -> Tensor:
         self.require(block_sizes)
         columns = [
-            np.interp(contexts_N.double().numpy(), self.contexts, [row[place] for row in self.round_seconds])
+            np.interp(contexts_N.double().numpy(), self.contexts, [row[place] for row in table])
             for place in map(self.block_sizes.index, block_sizes)
         ]
         return torch.from_numpy(np.stack(columns, axis=1))

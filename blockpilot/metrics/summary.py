@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -55,11 +55,22 @@ class RoundCosts:
     """Seconds of a round of each block size a policy other than the baseline used, at the prompt's context."""
     best_utility: Mapping[str, float]
     """Highest tau(b) / round_seconds(b) over the candidates, from the labels; NaN without rounds."""
+    draft_seconds: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    """The draft pass's part of ``seconds``, for rounds that draft more than they verify."""
 
     def spent(self, one: DecodedPrompt) -> float:
-        """Seconds of all rounds of a decode; equal rounds are multiplied, not added, so that equal choices tie."""
-        costs = self.seconds[one.prompt_id]
-        return sum(count * costs[size] for size, count in Counter(one.block_sizes).items())
+        """Seconds of all rounds of a decode; equal rounds are multiplied, not added, so that equal choices tie.
+
+        A round that drafts d and verifies v costs what one of v costs, with the draft pass of d in place of v's.
+        """
+        costs, total = self.seconds[one.prompt_id], 0.0
+        for (verified, drafted), count in Counter(zip(one.block_sizes, one.drafted_sizes or (), strict=True)).items():
+            seconds = costs[verified]
+            if drafted != verified:
+                draft = self.draft_seconds[one.prompt_id]
+                seconds += draft[drafted] - draft[verified]
+            total += count * seconds
+        return total
 
 
 @dataclass(frozen=True)

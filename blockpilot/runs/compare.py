@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from blockpilot.config import CollectConfig, EvaluationConfig, GenerationConfig
 from blockpilot.decoding import BlockSizePolicy, Generation, LatencyProfile, generate
+from blockpilot.decoding.sampling import signed_prompt_key
 from blockpilot.metrics import DecodedPrompt, Estimate, PolicySummary, best_choice, summarize
 from blockpilot.models import Pair
 from blockpilot.oracle import LabelCache, LabelTable, OracleRecord, Simulation, simulate

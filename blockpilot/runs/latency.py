@@ -89,16 +89,19 @@ def round_costs(
     decoded: Sequence[DecodedPrompt], baseline: str, table: LabelTable, profile: LatencyProfile
 ) -> RoundCosts:
     """What the rounds of all decodes but the baseline's cost, and the best candidates' tokens per second."""
-    used = sorted({size for one in decoded if one.policy != baseline for size in one.block_sizes})
-    seconds_NU = profile.round_seconds_of(used, contexts(table))
+    priced = [one for one in decoded if one.policy != baseline]
+    used = sorted({size for one in priced for size in (*one.block_sizes, *(one.drafted_sizes or ()))})
     utility_NK = utilities(table, profile)
     best_N = utility_NK.gather(1, best_choice(utility_NK)[:, None])[:, 0]
+
+    def by_prompt(seconds_NU: Tensor) -> dict[str, dict[int, float]]:
+        rows = zip(table.prompt_ids, seconds_NU.tolist(), strict=True)
+        return {prompt_id: dict(zip(used, row, strict=True)) for prompt_id, row in rows}
+
     return RoundCosts(
-        seconds={
-            prompt_id: dict(zip(used, row, strict=True))
-            for prompt_id, row in zip(table.prompt_ids, seconds_NU.tolist(), strict=True)
-        },
+        seconds=by_prompt(profile.round_seconds_of(used, contexts(table))),
         best_utility=dict(zip(table.prompt_ids, best_N.tolist(), strict=True)),
+        draft_seconds=by_prompt(profile.draft_seconds_of(used, contexts(table))),
     )
 
 

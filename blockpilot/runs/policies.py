@@ -128,7 +128,7 @@ def block_sizes_of(names: Sequence[str], question: PolicyConfig, trained: int) -
         if settings.name == "fixed":
             sizes.add(settings.block_size or trained)
         if settings.name == "ema":
-            sizes |= set(settings.tiers or ())
+            sizes |= set(settings.tiers or ())  # it starts at one of them
         if settings.name == "confidence":
             sizes |= set(range(1, (settings.block_size or trained) + 1))
     return sorted(sizes)

@@ -62,6 +62,45 @@ def test_train_then_evaluate(run: Run, tmp_path: Path) -> None:
     assert seen.code == 2 and "the policy was trained on all" in seen.output
 
 
+def test_every_rule_is_a_row_of_training_and_a_policy_of_evaluation(run: Run, tmp_path: Path) -> None:
+    rows = "evaluation.policies=[best_fixed,random,ema,confidence,per_round,oracle]"
+    done = run("train.py", "evaluation.method=simulate", rows, "logger=none")
+    assert done.code == 0, done.output
+    metrics = json.loads((tmp_path / "run/metrics.json").read_text())
+    names = [
+        "autoregressive",
+        "always-16",
+        "best_fixed",
+        "random",
+        "ema",
+        "confidence",
+        "per_round",
+        "predictor",
+        "oracle",
+    ]
+    assert [row["policy"] for row in metrics["policies"]] == names
+    assert all(row["num_prompts"] == 8 and row["speedup"] is None for row in metrics["policies"])
+    assert metrics["eval/label_agreement"] == 1 and "eval/tau" in metrics and "eval/speedup" not in metrics
+
+    tau = {row["policy"]: row["tau"] for row in metrics["policies"]}
+    folder = f"policy.path={tmp_path / 'run/policy'}"
+    for policy, method, more in (("per_round", "decode", [folder]), ("best_fixed", "simulate", [])):
+        out = tmp_path / policy
+        done = run("evaluate.py", f"policy={policy}", f"evaluation.method={method}", *more, "logger=none",
+                   "evaluation.policies=[confidence]", f"hydra.run.dir={out}")  # fmt: skip
+        assert done.code == 0, done.output
+        again = json.loads((out / "metrics.json").read_text())
+        assert [row["policy"] for row in again["policies"]] == ["autoregressive", "always-16", "confidence", policy]
+        assert again["eval/tau"] == pytest.approx(again["policies"][-1]["tau"])
+        # the same test prompts, decoded or simulated
+        assert again["policies"][2]["tau"] == tau["confidence"]
+        assert policy == "best_fixed" or again["eval/tau"] == tau["per_round"]
+    decisions = {
+        (one.policy, one.block_sizes != one.drafted_sizes) for one in read_decisions(out / "decisions.parquet")
+    }
+    assert ("confidence", True) in decisions and ("best_fixed", True) not in decisions
+
+
 def test_a_profile_gives_evaluation_a_regret_in_speed(run: Run, tmp_path: Path) -> None:
     latency = tmp_path / "latency"
     done = run("-m", "blockpilot.profile", "model=tiny", "profile.block_sizes=[15,16]", "profile.contexts=[64]",

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import blockpilot as bp
+from blockpilot.config import PredictorConfig
 from blockpilot.decoding import Trajectory, prompt_key
+from blockpilot.learning import BlockSizePredictor, FeatureExtractor
 from blockpilot.oracle.record import OracleRecord
 
 NUM_PROMPTS = 50
@@ -121,6 +123,41 @@ def test_a_policy_that_decides_every_round_is_simulated(
         for simulations in found:
             one = simulations[index]
             assert (one.block_sizes, one.acceptance_lengths) == (out.block_sizes, out.acceptance_lengths)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_rule_is_simulated_as_it_decodes(pair: bp.Pair, prompts: list[list[int]], temperature: float) -> None:
+    settings = {"max_new_tokens": 96, "temperature": temperature, "seed": 1}
+    records = bp.oracle.replay(pair, prompts[:12], list(range(14, 19)), **settings)
+    cached = [replace(record, logits=None, hidden=None) for record in records]  # as a cache gives them
+    rules = [
+        bp.EmaPolicy([4, 8, 12, 16], 16),
+        bp.EmaPolicy(range(14, 19), 16, update_interval=2),
+        bp.ConfidencePolicy(16),
+        bp.ConfidencePolicy(12, 0.9),
+        bp.PerRoundPolicy(random_predictor(pair, range(14, 19))),
+    ]
+    for rule in rules:
+        found = bp.oracle.simulate(pair, cached, rule)
+        used = set()
+        for prompt, one, record in zip(prompts[:12], found, records, strict=True):
+            out = bp.generate(pair, prompt, rule, **settings)
+            assert out.output_ids == record.output_ids
+            assert (one.block_sizes, one.acceptance_lengths) == (out.block_sizes, out.acceptance_lengths)
+            assert (one.drafted_sizes, one.first_block_size) == (out.drafted_sizes, out.first_block_size)
+            used |= set(one.block_sizes)
+        assert len(used) > 2, rule
+
+
+def random_predictor(pair: bp.Pair, block_sizes: Sequence[int]) -> bp.PredictorPolicy:
+    """Of no use, but it does not say the same of every place."""
+    extractor = FeatureExtractor("hidden", top_k=8, tail_mass=1e-3)
+    torch.manual_seed(0)
+    predictor = BlockSizePredictor(pair.hidden_size, block_sizes, sparse_input=False, width=32)
+    return bp.PredictorPolicy(
+        predictor, extractor, PredictorConfig(width=32), pair.identity, pair.vocab_size, pair.hidden_size,
+        pair.block_size, 16, torch.empty(0, dtype=torch.int64),
+    )  # fmt: skip
 
 
 def test_half_precision_replays_up_to_near_ties(prompts: list[list[int]]) -> None:

@@ -189,6 +189,16 @@ def test_the_best_choice_has_no_regret_however_many_rounds(table: LabelTable) ->
     assert 6 / costs.spent(best) == costs.best_utility["b"]
 
 
+def test_a_round_that_drafts_more_than_it_verifies_pays_for_both(table: LabelTable) -> None:
+    # whole rounds of 2 and 4 cost 1 and 2 seconds, their draft passes 0.25 and 0.75: drafting 4 and verifying 2 costs
+    # 1 - 0.25 + 0.75 = 1.5, twice that and a whole round of 4 are 5 seconds
+    drafts = dataclasses.replace(FLAT, draft_seconds=((0.25, 0.75), (0.25, 0.75)))
+    trimmed = dataclasses.replace(decode("trimming", "a", (2, 2, 4), (2, 2, 2)), drafted_sizes=(4, 4, 4))
+    costs = round_costs([trimmed], "autoregressive", table, drafts)
+    assert costs.spent(trimmed) == pytest.approx(5)
+    assert costs.spent(dataclasses.replace(trimmed, drafted_sizes=(2, 2, 4))) == pytest.approx(4)
+
+
 def test_a_size_that_only_a_policy_used_needs_a_cost_too(table: LabelTable) -> None:
     wide = [*DECODED, *(decode("wide", one.prompt_id, (7,), (6,)) for one in DECODED[:2]), decode("wide", "c", (), ())]
     with pytest.raises(UserError, match="block size 7"):
