@@ -127,7 +127,7 @@ def test_a_policy_that_decides_every_round_is_simulated(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_rule_is_simulated_as_it_decodes(pair: bp.Pair, prompts: list[list[int]], temperature: float) -> None:
-    settings = {"max_new_tokens": 96, "temperature": temperature, "seed": 1}
+    settings = {"max_new_tokens": 48, "temperature": temperature, "seed": 1}
     records = bp.oracle.replay(pair, prompts[:12], list(range(14, 19)), **settings)
     cached = [replace(record, logits=None, hidden=None) for record in records]  # as a cache gives them
     rules = [

@@ -529,7 +529,7 @@ def test_a_policy_that_trims_runs_no_captured_round(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("picked", [0, 5, -1])
 def test_a_trim_to_what_was_not_drafted(picked: int) -> None:
-    policy = SimpleNamespace(choose=lambda prefill: 4, trim=lambda draft: picked)
+    policy: Any = SimpleNamespace(choose=lambda prefill: 4, trim=lambda draft: picked)
     with pytest.raises(UserError, match=f"trim returned {picked}; expected 1 to 4, the positions drafted") as caught:
         generate(random_pair(), [9], policy, max_new_tokens=5, stop_token_ids=[])
     assert "\n" not in str(caught.value)

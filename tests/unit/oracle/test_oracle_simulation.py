@@ -49,7 +49,7 @@ class Trimming(ByLogits):
     def __init__(self, sizes: list[int], changing: bool) -> None:
         super().__init__(sizes)
         if not changing:
-            self.update = None
+            self.update = None  # type: ignore[assignment]
 
     def trim(self, draft: Draft) -> int:
         self.asked += 1

@@ -41,7 +41,7 @@ def test_ema_goes_several_tiers_at_once_and_only_at_its_interval() -> None:
 
 def test_emas_hysteresis_moves_the_thresholds() -> None:
     # alpha = 1 and no waiting. From 4 it goes down to 2 at 2 - 0.5 + down, up to 8 above 4 - 0.5 + up.
-    def after(length: int, **options: float) -> int:
+    def after(length: int, **options: Any) -> int:
         return told(EmaPolicy([2, 4, 8], 4, alpha=1.0, update_interval=1, **options), [length])[-1]
 
     assert after(1, down_hysteresis=0.0) == 2  # 1 <= 1.5
