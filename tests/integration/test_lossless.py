@@ -146,7 +146,7 @@ def test_every_rule_is_simulated_as_it_decodes(pair: bp.Pair, prompts: list[list
             assert (one.block_sizes, one.acceptance_lengths) == (out.block_sizes, out.acceptance_lengths)
             assert (one.drafted_sizes, one.first_block_size) == (out.drafted_sizes, out.first_block_size)
             used |= set(one.block_sizes)
-        assert len(used) > 2, rule
+        assert len(used) > 1, rule
 
 
 def random_predictor(pair: bp.Pair, block_sizes: Sequence[int]) -> bp.PredictorPolicy:
