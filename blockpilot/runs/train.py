@@ -37,8 +37,8 @@ from blockpilot.runs.job import start_job
 from blockpilot.runs.labels import Labels, read_sources
 from blockpilot.runs.latency import find_profile, round_seconds, speed_figures
 from blockpilot.runs.loggers import job_logger
-from blockpilot.runs.processes import is_first, side_by_side
 from blockpilot.runs.policies import AUTOREGRESSIVE, Known, always, compared_policies
+from blockpilot.runs.processes import is_first, side_by_side
 from blockpilot.runs.results import write_results
 
 log = logging.getLogger(__name__)
