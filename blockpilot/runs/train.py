@@ -66,7 +66,7 @@ def train(config: TrainConfig, folder: Path, group: str | None = None) -> dict[s
     data = label_data(config, labels, block_sizes, latency)
     module = predictor_module(config, pair, block_sizes, [cache.folder.name for cache in labels.caches])
     with job_logger(config.logger, folder, to_plain(config), group, config.trainer.resume) as logger:
-        best = fit(config, folder, pair, module, data, logger, latency)
+        best, validated = fit(config, folder, pair, module, data, logger, latency)
         if not is_first():
             return {}
         policy = policy_of(best, pair, data)
@@ -83,6 +83,7 @@ def train(config: TrainConfig, folder: Path, group: str | None = None) -> dict[s
             **speed_figures(shown, latency, pair.block_size),
         }
         metrics = {
+            **validated,
             **offline_figures(best, policy, data, logger),
             **final,
             "eval/label_agreement": compare.label_agreement(decoded, shown),
@@ -149,8 +150,8 @@ def fit(
     data: LabelDataModule,
     logger: Logger | None,
     latency: LatencyProfile | None = None,
-) -> BlockSizeModule:
-    """Trains with early stopping on validation regret; returns the best checkpoint's module, calibrated.
+) -> tuple[BlockSizeModule, dict[str, float]]:
+    """Trains with early stopping on validation regret; returns the best checkpoint's module, calibrated, and its score.
 
     Raises:
         UserError: training diverged, or the checkpoint to go on from is of another configuration.
@@ -191,7 +192,8 @@ def fit(
     if not all(bool(torch.isfinite(p).all()) for p in best.parameters()):
         raise UserError(f"training diverged; trainer.learning_rate={config.trainer.learning_rate} may be too large")
     best.calibrate(data.batch("validation"))
-    return best
+    assert checkpoint.best_model_score is not None
+    return best, {monitored(config.objective.name): float(checkpoint.best_model_score)}
 
 
 def _checkpoint_to_resume(config: TrainConfig, checkpoints: Path, module: BlockSizeModule) -> Path | None:
