@@ -47,7 +47,7 @@ class BlockSizeModule(lightning.LightningModule):
         preprocess: arguments of :class:`FeatureExtractor`.
         predictor: fields of ``PredictorConfig``.
         trainer: fields of ``TrainerConfig``.
-        seed: of dropout, anew each epoch, so that a resumed run drops what it would have dropped.
+        seed: of dropout, anew each step, so that a resumed run drops what it would have dropped.
         labels: names of the label caches; only kept, so that a checkpoint says what it learned from.
 
     Raises:
@@ -126,9 +126,9 @@ class BlockSizeModule(lightning.LightningModule):
         scores_NK, utility_NK = self.predictor.scores(batch.features), batch.utility(self.objective)
         self.predictor.decision.calibrate(scores_NK[kept_N], utility_NK[kept_N])
 
-    def on_train_epoch_start(self) -> None:
-        """Seeds dropout."""
-        torch.manual_seed(self.seed * 1_000_003 + self.current_epoch)
+    def on_train_batch_start(self, batch: LabelBatch, batch_idx: int) -> None:
+        """Seeds dropout by step and process."""
+        torch.manual_seed((self.seed * 1_000_003 + self.global_step) * 1_009 + self.global_rank)
 
     def training_step(self, batch: LabelBatch) -> Tensor:
         """One optimizer step's loss: the mean over the prompts with rounds of all processes' shares of the batch."""
