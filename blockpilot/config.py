@@ -116,11 +116,14 @@ class PromptSource:
     """Column that holds the prompt: a string, a list of strings, or a list of chat messages."""
     template: str = "{prompt}"
     """Text around the prompt; {prompt} is the column's value, other names are other columns."""
+    only: dict[str, list[str]] | None = None
+    """Columns of a jsonl or hub source and the values to keep, as {category: [story, recipe]}; None keeps all rows."""
     limit: int | None = None
     """At most so many rows, from the start; None takes all."""
 
     def __post_init__(self) -> None:
         _one_of("dataset source kind", self.kind, ("jsonl", "txt", "hub"))
+        require(self.kind != "txt" or not self.only, "only", self.only, "null for kind=txt, which has no columns")
         require(self.limit is None or self.limit > 0, "limit", self.limit, "a number above 0, or null")
 
 

@@ -67,8 +67,9 @@ def _read_jsonl(name: str, source: PromptSource) -> list[PromptRow]:
         if earlier != number:
             raise UserError(f"{place}: id={given!r} is already used on line {earlier}; ids must differ")
         turns = tuple(_fill(source.template, turn, row, place) for turn in _row_turns(row, place))
-        rows.append(PromptRow(str(given), dataset, turns))
-    return _not_empty(rows, path)
+        if _kept(row, source, place):
+            rows.append(PromptRow(str(given), dataset, turns))
+    return _not_empty(rows, path, source)
 
 
 def _read_txt(name: str, source: PromptSource) -> list[PromptRow]:
@@ -79,13 +80,23 @@ def _read_txt(name: str, source: PromptSource) -> list[PromptRow]:
         )
         for number, line in _lines(path)
     ]
-    return _not_empty(rows, path)
+    return _not_empty(rows, path, source)
 
 
-def _not_empty(rows: list[PromptRow], path: Path) -> list[PromptRow]:
+def _not_empty(rows: list[PromptRow], path: Path, source: PromptSource) -> list[PromptRow]:
     if not rows:
-        raise UserError(f"{path}: the file holds no prompts")
+        raise UserError(f"{path}: the file holds no prompts{f' with only={source.only}' if source.only else ''}")
     return rows
+
+
+def _kept(row: Mapping[str, Any], source: PromptSource, place: str) -> bool:
+    """Whether the row's columns have the values that ``source.only`` keeps."""
+    for column, values in (source.only or {}).items():
+        if column not in row:
+            raise UserError(f"{place}: only names {column!r}; the row has {', '.join(row)}")
+        if str(row[column]) not in values:
+            return False
+    return True
 
 
 def _find_file(name: str, source: PromptSource) -> Path:
@@ -186,6 +197,8 @@ def _read_hub(name: str, source: PromptSource) -> list[PromptRow]:
         if len(rows) == source.limit:
             break
         assert isinstance(record, dict)
+        if not _kept(record, source, f"{place}, row {index}"):
+            continue
         turns = _user_turns(record[source.field])
         if not turns:
             skipped += 1
@@ -193,7 +206,8 @@ def _read_hub(name: str, source: PromptSource) -> list[PromptRow]:
         filled = tuple(_fill(source.template, turn, record, f"{place}, row {index}") for turn in turns)
         rows.append(PromptRow(f"{prefix}-{index}", name, filled))
     if not rows:
-        raise UserError(f"{place}: no user text in column {source.field!r} of any of its {skipped} rows")
+        kept = f" with only={source.only}" if source.only else ""
+        raise UserError(f"{place}: no user text in column {source.field!r} of any of its {skipped} rows{kept}")
     if skipped:
         log.warning("%s: skipped %d rows without user text", place, skipped)
     return rows
@@ -203,6 +217,7 @@ def _needed_columns(source: PromptSource, columns: list[str], place: str) -> lis
     assert source.field is not None
     try:
         named = {name for _, name, _, _ in string.Formatter().parse(source.template) if name} - {"prompt"}
+        named |= set(source.only or {})
     except ValueError as error:
         raise UserError(f"{place}: template={source.template!r} is malformed: {error}") from None
     for column in (source.field, *sorted(named)):

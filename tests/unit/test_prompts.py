@@ -46,6 +46,19 @@ def test_jsonl_rows(tmp_path: Path) -> None:
     ]
 
 
+def test_only_keeps_the_rows_whose_columns_have_the_values(tmp_path: Path) -> None:
+    lines = [{"id": str(i), "turns": ["x"], "category": c, "level": i % 2} for i, c in enumerate("abcab")]
+    source = write(tmp_path, "\n".join(map(json.dumps, lines)))
+    found = load_prompts("mine", replace(source, only={"category": ["a", "b"], "level": ["1"]}))
+    assert [row.id for row in found] == ["1", "3"]
+    with pytest.raises(UserError, match=r"the file holds no prompts with only=\{'category': \['z'\]\}"):
+        load_prompts("mine", replace(source, only={"category": ["z"]}))
+    with pytest.raises(UserError, match="line 1: only names 'size'; the row has id, turns, category, level"):
+        load_prompts("mine", replace(source, only={"size": ["1"]}))
+    with pytest.raises(UserError, match="only="):
+        PromptSource("txt", path="a.txt", only={"category": ["a"]})
+
+
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
 def test_jsonl_tolerates_byte_order_mark_and_line_endings(tmp_path: Path, ending: str) -> None:
     content = "\ufeff" + ending.join([GOOD, "", '{"turns": ["x"]}', ""])
@@ -250,6 +263,13 @@ def test_chat_messages_give_the_user_turns_in_order(
     rows = load_prompts("mine", replace(source, limit=2))
     assert [(row.id, row.turns) for row in rows] == [("mine-train-0", ("one", "two")), ("mine-train-3", ("three",))]
     assert "skipped 2 rows without user text" in caplog.text
+
+
+@pytest.mark.usefixtures("hub_cache")
+def test_only_keeps_rows_of_a_hub_data_set(tmp_path: Path) -> None:
+    source = save(tmp_path / "set", [{"question": f"q{i}", "level": i % 2} for i in range(4)])
+    rows = load_prompts("mine", replace(source, only={"level": ["1"]}))
+    assert [row.turns for row in rows] == [("q1",), ("q3",)]
 
 
 @pytest.mark.usefixtures("hub_cache")
