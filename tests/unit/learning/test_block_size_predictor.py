@@ -10,10 +10,31 @@ import pytest
 import torch
 from torch import nn
 
+import blockpilot.learning.predictor as predictor_module
 from blockpilot.learning import BlockSizePredictor, FeatureExtractor, Features
 from blockpilot.learning.predictor import DenseLinear, SparseLinear
 from blockpilot.oracle.prefill import sparse_distributions
 from blockpilot.oracle.table import LabelTable
+
+
+SHAPES = {"shared": (6, 30), "one": (1, 30), "one long": (1, 3000), "mostly empty": (12, 40)}
+"""Prompts and vocabulary, one for each way the product is made."""
+
+
+def _of_shape(shape: str) -> tuple[Features, int]:
+    num_rows, vocab_size = SHAPES[shape]
+    if shape != "mostly empty":
+        features = _sparse(num_rows, vocab_size)
+    else:  # tokens 3 to 37, two of them in two prompts, the fifth prompt without any
+        ids = torch.tensor([*range(3, 37, 3), 9, 30])
+        lengths = torch.tensor([0, 1, 2, 1, 1, 0, 2, 1, 1, 2, 1, 1, 1])
+        features = Features(torch.rand(len(ids)), lengths.cumsum(0), ids)
+    assert features.offsets is not None and features.token_ids is not None
+    assert len(features) == num_rows and features.offsets[-1] == len(features.token_ids)
+    empty = len(features.token_ids.unique()) * num_rows > predictor_module.MOSTLY_EMPTY * len(features.token_ids)
+    assert empty == (shape == "mostly empty")
+    assert (len(features.token_ids) > 2 * predictor_module.PIECE_TOKENS) == (shape == "one long")
+    return features, vocab_size
 
 
 def _sparse(num_rows: int, vocab_size: int) -> Features:
@@ -22,15 +43,15 @@ def _sparse(num_rows: int, vocab_size: int) -> Features:
 
 
 @pytest.mark.parametrize("ids", [torch.int64, torch.int32])  # live ones, and those of a cache
-@pytest.mark.parametrize("rows", [6, 1])
-def test_sparse_linear_equals_linear_on_dense_rows_with_gradients(ids: torch.dtype, rows: int) -> None:
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sparse_linear_equals_linear_on_dense_rows_with_gradients(ids: torch.dtype, shape: str) -> None:
     torch.manual_seed(0)
-    features = _sparse(rows, 30)
+    features, vocab_size = _of_shape(shape)
     assert features.token_ids is not None
     features = Features(features.values.double(), features.offsets, features.token_ids.to(ids))
-    sparse, dense = SparseLinear(30, 8).double(), nn.Linear(30, 8).double()
+    sparse, dense = SparseLinear(vocab_size, 8).double(), nn.Linear(vocab_size, 8).double()
     dense.load_state_dict({"weight": sparse.weight.T, "bias": sparse.bias})
-    out, expected = sparse(features), dense(features.dense(30))
+    out, expected = sparse(features), dense(features.dense(vocab_size))
     torch.testing.assert_close(out, expected)
     weights = torch.randn_like(out)
     (out * weights).sum().backward()
@@ -55,10 +76,11 @@ class DenseGradient(torch.autograd.Function):
         return gradients[0].to_dense()
 
 
-@pytest.mark.parametrize("rows", [5, 1])
-def test_the_gradient_of_a_sparse_linear_is_that_of_finite_differences(rows: int) -> None:
+@pytest.mark.parametrize("shape", ["shared", "one", "mostly empty"])
+def test_the_gradient_of_a_sparse_linear_is_that_of_finite_differences(shape: str) -> None:
     torch.manual_seed(0)
-    features, layer = _sparse(rows, 12), SparseLinear(12, 3).double()
+    features, vocab_size = _of_shape(shape)
+    layer = SparseLinear(vocab_size, 3).double()
     features = Features(features.values.double(), features.offsets, features.token_ids)
 
     def out(weight: torch.Tensor) -> torch.Tensor:
@@ -67,9 +89,10 @@ def test_the_gradient_of_a_sparse_linear_is_that_of_finite_differences(rows: int
     assert torch.autograd.gradcheck(out, layer.weight.detach().requires_grad_())
 
 
-@pytest.mark.parametrize("rows", [7, 1])
-def test_the_gradient_holds_each_token_of_the_batch_once(rows: int) -> None:
-    features, layer = _sparse(rows, 30), SparseLinear(30, 8)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_gradient_holds_each_token_of_the_batch_once(shape: str) -> None:
+    features, vocab_size = _of_shape(shape)
+    layer = SparseLinear(vocab_size, 8)
     layer(features).square().sum().backward()
     gradient = layer.weight.grad
     assert gradient is not None and gradient.is_sparse and features.token_ids is not None
