@@ -16,8 +16,7 @@ from blockpilot.learning.predictor import DenseLinear, SparseLinear
 from blockpilot.oracle.prefill import sparse_distributions
 from blockpilot.oracle.table import LabelTable
 
-
-SHAPES = {"shared": (6, 30), "one": (1, 30), "one long": (1, 3000), "mostly empty": (12, 40)}
+SHAPES = {"shared": (6, 30), "one": (1, 30), "one long": (1, 6000), "mostly empty": (12, 40)}
 """Prompts and vocabulary, one for each way the product is made."""
 
 
