@@ -154,10 +154,20 @@ class Side:
         return loss.item()
 
 
+class PlainLinear(nn.Linear):
+    """``nn.Linear`` on dense features as they come; ours would standardise them first."""
+
+    def forward(self, input: Features) -> Tensor:
+        return super().forward(input.values)
+
+
 def network(sparse: bool, vocab_size: int, width: int) -> BlockSizePredictor:
-    return BlockSizePredictor(
-        vocab_size, BLOCK_SIZES, sparse_input=sparse, depth=DEPTH, width=width, dropout=0.0, residual=True
+    net = BlockSizePredictor(
+        vocab_size if sparse else 1, BLOCK_SIZES, sparse_input=sparse, depth=DEPTH, width=width, dropout=0.0
     )
+    if not sparse:
+        net.first = PlainLinear(vocab_size, width)  # type: ignore[assignment]
+    return net
 
 
 def both(args: argparse.Namespace) -> tuple[Side, Side]:
@@ -169,8 +179,11 @@ def both(args: argparse.Namespace) -> tuple[Side, Side]:
 
 @torch.no_grad()
 def copy_weights(sparse: BlockSizePredictor, dense: BlockSizePredictor) -> None:
-    for (name, mine), theirs in zip(sparse.named_parameters(), dense.parameters(), strict=True):
-        theirs.copy_(mine.T if name == "first.weight" else mine)
+    weight_WV, bias = sparse.first.on_raw_inputs()
+    dense.first.weight.copy_(weight_WV)
+    dense.first.bias.copy_(bias)
+    dense.hidden.load_state_dict(sparse.hidden.state_dict())
+    dense.head.load_state_dict(sparse.head.state_dict())
 
 
 def written_out(features: Features, vocab_size: int) -> Features:

@@ -16,8 +16,6 @@ from blockpilot.oracle.table import Distributions
 FIRST_TOPK = 128
 """Most prefill distributions reach their mass within so many tokens, or a few times as many; topk of those is 20 times
 faster than a sort."""
-LONG_TOPK = 4096
-"""What a single row tries next: twice what distributions of real models at the start of an answer hold."""
 
 
 def sparse_distributions(logits_NV: Tensor, tail_mass: float) -> Distributions:
@@ -60,16 +58,18 @@ def sparsify(probs_NV: Tensor, tail_mass: float) -> Distributions:
 
 
 def _single_row(probs_1V: Tensor, tail_mass: float) -> Distributions | None:
-    """The row of a decode, in a fraction of the steps; None where it is very long or two of its tokens tie."""
-    for most in (FIRST_TOPK, LONG_TOPK):
-        values, token_ids = probs_1V[0].topk(min(most, probs_1V.shape[-1]))
-        count = int((values.cumsum(dim=0, dtype=torch.float64) < 1.0 - tail_mass).sum()) + 1
-        if count < len(values):
-            break
-    if count >= len(values) or not bool((values[:count] > values[1 : count + 1]).all()):
+    """The row of a decode, in a fraction of the steps; None where rounding leaves it short of the mass.
+
+    Tokens below ``tail_mass / V`` have less than ``tail_mass`` together: the cut is among the others, which are few.
+    """
+    vocab_size = probs_1V.shape[-1]
+    token_ids = (probs_1V[0] >= tail_mass / vocab_size).nonzero().squeeze(1)
+    probs, order = probs_1V[0, token_ids].sort(descending=True, stable=True)
+    count = int((probs.cumsum(dim=0, dtype=torch.float64) < 1.0 - tail_mass).sum()) + 1
+    if count > len(probs):
         return None
     offsets = torch.tensor([0, count], device=probs_1V.device)
-    return Distributions(offsets, token_ids[:count], values[:count], probs_1V.shape[-1])
+    return Distributions(offsets, token_ids[order[:count]], probs[:count], vocab_size)
 
 
 def _cut(probs_NV: Tensor, tail_mass: float) -> tuple[Tensor, Tensor]:
