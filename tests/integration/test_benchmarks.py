@@ -84,3 +84,24 @@ def test_cache_benchmark_prints_its_goals() -> None:
     goals = [row[2] for row in rows if row[2]]
     assert goals == [">= 20,000 rows/s", "<= 286 MiB"] * 2 + ["<= 20%"] * 3
     assert all(row[3] in ("yes", "no") for row in rows if row[2])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is measured on Linux")
+def test_learning_benchmark_compares_losses_and_prints_every_row() -> None:
+    rows = rows_of(
+        "learning.py", "--rows", "step", "steps", "choose", "overhead", "scale", "--repeats", "1", "--threads", "1",
+        "--vocab-size", "4000", "--nonzeros", "100", "--width", "64", "--prompts", "1", "--max-new-tokens", "8",
+        "--scale-prompts", "600", "--steps", "2",
+    )  # fmt: skip
+    kinds = ("probs", "log_probs", "logits", "topk", "stats", "hidden")
+    expected = [
+        "step, shared (", "step, shared: loss after it", "step, shared: peak memory", *["20 steps on new batches"] * 2,
+        *["choose ("] * 2, *(f"overhead, {kind}, width {width}" for width in (2048, 256) for kind in kinds), *["scale: "] * 2,
+    ]  # fmt: skip
+    assert len(rows) == len(expected)
+    assert all(row[0].startswith(name) for row, name in zip(rows, expected, strict=True))
+    assert [row[1] for row in rows if row[1]] == [">= 10x", "<= 1e-4", "<= 0.5x", ">= 20x", ">= 20x"]
+    for row in rows:
+        assert (row[3] in ("yes", "no")) == bool(row[1]) and float(re.split("[x %]", row[2].replace(",", ""))[0]) >= 0
+    before, after = (float(loss) for loss in rows[1][4].split(" -> "))
+    assert after < before
