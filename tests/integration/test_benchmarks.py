@@ -96,7 +96,8 @@ def test_learning_benchmark_compares_losses_and_prints_every_row() -> None:
     kinds = ("probs", "log_probs", "logits", "topk", "stats", "hidden")
     expected = [
         "step, shared (", "step, shared: loss after it", "step, shared: peak memory", *["20 steps on new batches"] * 2,
-        *["choose ("] * 2, *(f"overhead, {kind}, width {width}" for width in (2048, 256) for kind in kinds), *["scale: "] * 2,
+        *["choose ("] * 2, *(f"overhead, {kind}, width {width}" for width in (2048, 256) for kind in kinds),
+        *["scale: "] * 2,
     ]  # fmt: skip
     assert len(rows) == len(expected)
     assert all(row[0].startswith(name) for row, name in zip(rows, expected, strict=True))
