@@ -51,7 +51,7 @@ def write_results(
         config: the run's configuration.
         pair: the pair that decoded.
         table: labels of all test prompts.
-        decoded, summaries: of the decoded prompts.
+        decoded, summaries: of the prompts that were decoded, or simulated.
         metrics: figures to keep beside the table.
         logger: the run's logger.
         latency: the profile behind the regret in speed, if there is one.
@@ -64,7 +64,7 @@ def write_results(
     write_decisions(folder / "decisions.parquet", decoded)
     figures = {
         "tau by block size (labels of all test prompts)": tau_curve_figure(table),
-        "tau by policy (decoded prompts)": tau_bar_figure(summaries),
+        "tau by policy (prompts of the table)": tau_bar_figure(summaries),
         "block sizes chosen": choice_figure(decoded),
     }
     log_summary(logger, summaries, figures, datasets)
@@ -82,7 +82,7 @@ def write_results(
             "candidates": ", ".join(map(str, table.block_sizes)),
             "temperature": str(config.generation.temperature),
             "output budget": f"{config.generation.max_new_tokens} tokens",
-            "test prompts": f"{len(table)} labelled, {summaries[0].num_prompts} decoded",
+            "test prompts": f"{len(table)} labelled, {summaries[0].num_prompts} in the table",
             "seed": str(config.seed),
             **({} if latency is None else {"latency profile": latency.device}),
         },

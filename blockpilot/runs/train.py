@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import Logger
 
-from blockpilot.config import TrainConfig, to_plain
+from blockpilot.config import PolicyConfig, TrainConfig, to_plain
 from blockpilot.decoding import BlockSizePolicy, LatencyProfile
 from blockpilot.errors import UserError
 from blockpilot.learning import FeatureExtractor
@@ -37,7 +37,7 @@ from blockpilot.runs.job import start_job
 from blockpilot.runs.labels import Labels, read_sources
 from blockpilot.runs.latency import find_profile, round_seconds, speed_figures
 from blockpilot.runs.loggers import job_logger
-from blockpilot.runs.policies import AUTOREGRESSIVE, Known, always, compared_policies
+from blockpilot.runs.policies import AUTOREGRESSIVE, Known, always, block_sizes_of, compared_policies
 from blockpilot.runs.processes import is_first, side_by_side
 from blockpilot.runs.results import write_results
 
@@ -62,7 +62,8 @@ def train(config: TrainConfig, folder: Path, group: str | None = None) -> dict[s
     labels = Labels(config, pair, sources)
     block_sizes = candidate_block_sizes(pair.block_size, config.predictor.k)
     labels.require(block_sizes, f"predictor.k={config.predictor.k}")
-    latency = find_profile(config.evaluation, pair, block_sizes)
+    priced = block_sizes_of(config.evaluation.policies, PolicyConfig(), pair.block_size)
+    latency = find_profile(config.evaluation, pair, sorted({*block_sizes, *priced}))
     data = label_data(config, labels, block_sizes, latency)
     module = predictor_module(config, pair, block_sizes, [cache.folder.name for cache in labels.caches])
     with job_logger(config.logger, folder, to_plain(config), group, config.trainer.resume) as logger:

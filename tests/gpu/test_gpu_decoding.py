@@ -111,7 +111,18 @@ def test_a_policy_sees_the_prefill_on_the_device_and_every_round(pair: Pair) -> 
             assert prefill.logits.is_cuda and prefill.hidden.is_cuda
             return super().choose(prefill)
 
+        def update(self, round: Round) -> int:
+            assert round.logits.is_cuda and round.hidden.is_cuda
+            # greedy: the anchor is the token with the highest logit, whether the round was captured or not
+            anchors.append(int(round.logits.argmax()))
+            heads.append(int(pair.runner.logits(round.hidden[None, None])[0, 0].argmax()))
+            return super().update(round)
+
+    anchors: list[int] = []
+    heads: list[int] = []
     policy = Told([4, 2])
     out = generate(pair, make_prompts([9], seed=3)[0], policy, max_new_tokens=20)
+    ends = torch.tensor(out.acceptance_lengths[:-1]).cumsum(0).tolist()
+    assert anchors == heads == [out.output_ids[end] for end in ends]
     told = list(zip(range(99), out.block_sizes, out.acceptance_lengths, strict=False))[:-1]
     assert policy.rounds == [Round(*round) for round in told]

@@ -14,7 +14,7 @@ from blockpilot.decoding import Draft, Prefill, Round, generate
 from blockpilot.errors import UserError
 from blockpilot.models import Pair
 from blockpilot.oracle import OracleRecord, simulate, simulation
-from blockpilot.policies import ConfidencePolicy, EmaPolicy, FixedPolicy, RandomPolicy
+from blockpilot.policies import FixedPolicy, RandomPolicy
 from tests.toy import Changing, make_prompts
 from tests.unit.oracle.test_oracle_replay import PAIRS, PROMPTS, SIZES, random_pair
 
@@ -79,8 +79,6 @@ POLICIES = {
     "changing, not all candidates": lambda: Changing([4, 8, 1]),
     "by logits": lambda: ByLogits(SIZES),
     "by anchor": lambda: ByAnchor(SIZES),
-    "ema": lambda: EmaPolicy(SIZES, 5, update_interval=1),
-    "confidence": lambda: ConfidencePolicy(8, 0.3),
     "trimming": lambda: Trimming([5], changing=False),
     "trimming and changing": lambda: Trimming([*SIZES, 11], changing=True),
 }
