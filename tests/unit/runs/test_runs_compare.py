@@ -24,8 +24,7 @@ from blockpilot.prompts import PromptRow
 from blockpilot.runs.compare import figures, label_agreement, records_of, run_policies, summarize_against
 from blockpilot.runs.policies import BUILDERS, Known, block_sizes_of, compared_policies, row_name
 from tests.toy import make_scripted_pair, word
-from tests.unit.policies.test_policies_per_round import varies
-from tests.unit.policies.test_policies_predictor import make_policy
+from tests.unit.policies.test_policies_per_round import by_first_unit
 
 GENERATION = GenerationConfig(max_new_tokens=24)
 ORACLE = OracleConfig(radius=2)
@@ -57,9 +56,8 @@ def table(caches: list[LabelCache]) -> LabelTable:
 
 @pytest.fixture(scope="module")
 def known(pair: Pair, table: LabelTable) -> Known:
-    prompts = [table.prompts.row(i) for i in range(len(table))]
-    predictor = next(one for seed in range(50) if varies(one := make_policy(pair, seed=seed), pair, prompts))
-    return Known(pair, table, seed=1, best_fixed=3, predictor=predictor)
+    # by the sign of a hidden unit, which changes along a text
+    return Known(pair, table, seed=1, best_fixed=3, predictor=by_first_unit().predictor)
 
 
 def test_records_have_the_tables_order(caches: list[LabelCache], table: LabelTable) -> None:
@@ -96,11 +94,12 @@ def test_simulation_finds_what_decoding_finds(
         for method, decoded in results.items()
     }
     for ours, theirs in zip(tables["simulate"], tables["decode"], strict=True):
-        assert (ours.policy, ours.tau, ours.tau_interval) == (theirs.policy, theirs.tau, theirs.tau_interval)
-        assert (ours.regret, ours.headroom_captured) == (theirs.regret, theirs.headroom_captured)
-        assert math.isnan(ours.speedup) and theirs.speedup > 0
+        assert (ours.policy, ours.tau, ours.regret) == (theirs.policy, theirs.tau, theirs.regret)
+        assert ours.headroom_captured == theirs.headroom_captured
+        assert ours.speedup is None and theirs.speedup is not None
     ours, theirs = (figures(tables[method], "ema", pair.block_size) for method in ("simulate", "decode"))
-    assert theirs.keys() - ours.keys() == {"eval/speedup", "eval/speedup_always"}
+    missing = theirs.keys() - ours.keys()
+    assert {"eval/speedup", "eval/speedup_always"} <= missing and all("/speed" in name for name in missing)
     assert all(ours[name] == theirs[name] for name in ours)
 
 
