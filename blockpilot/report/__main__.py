@@ -16,6 +16,7 @@ from blockpilot.report.ablation import (
     REGRET,
     ablation_csv,
     ablation_lines,
+    ablation_markdown,
     ablation_table,
     ablation_values,
     gather,
@@ -77,6 +78,7 @@ def _add_ablation(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument("--metric", default=REGRET, help=f"the figure to draw (default: {REGRET})")
     parser.add_argument("--png", type=Path, metavar="FILE", help="where to draw it (default: DIR/ablation.png)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write every figure, a row per setting")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table as Markdown")
     parser.set_defaults(run=_ablation)
 
 
@@ -94,6 +96,9 @@ def _ablation(options: argparse.Namespace) -> None:
     if options.csv is not None:
         with _writing("--csv", options.csv):
             options.csv.write_text(ablation_csv(ablation), encoding="utf-8")
+    if options.markdown is not None:
+        with _writing("--markdown", options.markdown):
+            options.markdown.write_text(ablation_markdown(ablation), encoding="utf-8")
     print(f"numbers in {numbers}, figure of {options.metric} in {png}")
 
 

@@ -134,6 +134,18 @@ def ablation_table(ablation: Ablation, extra: str | None = None) -> Table:
     return table
 
 
+def ablation_markdown(ablation: Ablation) -> str:
+    """The usual columns as a Markdown table, for a page of results."""
+    keys = [short_name(key) for key in ablation.keys] or ["setting"]
+    headings = [*keys, *(" ".join(_heading(name).split()) for name in _COLUMNS), "at 95%", "seeds"]
+    lines = [headings, ["---"] * len(headings)]
+    for one in ablation.settings:
+        cells = [_cell(name, one.figures.get(name, over_repetitions([])), len(one.jobs)) for name in _COLUMNS]
+        verdict = (one.figures[GAIN].verdict if GAIN in one.figures else None) or NO_VALUE
+        lines.append([*(list(one.values.values()) or [one.label]), *cells, verdict, str(len(one.jobs))])
+    return "".join(f"| {' | '.join(' '.join(cell.split()) for cell in row)} |\n" for row in lines)
+
+
 def ablation_lines(ablation: Ablation) -> list[str]:
     """What the table's numbers are over, and which jobs are not in it."""
     lines = [f"{ablation.seeds_vary} Intervals are over seeds, not over prompts; a setting with one seed has none."]

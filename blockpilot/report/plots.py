@@ -200,8 +200,9 @@ def ablation_figure(ablation: Ablation, name: str) -> Figure:
         places = [float(len(shown) - 1 - row) for row in range(len(shown))]
         _draw_settings(axes, shown, places, name, upright=False)
         axes.set_ylim(-0.6, len(shown) - 0.4)
-        _dress(axes, x_label=label, grid="x")
-        axes.set_yticks(places, [one.label for one in shown], **_TEXT)
+        keys = " / ".join(short_name(key) for key in ablation.keys)
+        _dress(axes, x_label=label, y_label=keys, grid="x")
+        axes.set_yticks(places, [" / ".join(one.values.values()) or one.label for one in shown], **_TEXT)
         shared = axes.xaxis
     else:
         figure = _figure(height=3.6)

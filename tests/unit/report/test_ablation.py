@@ -164,7 +164,8 @@ def test_what_seeds_vary_depends_on_the_data(tmp_path: Path) -> None:
 
 
 def test_the_command_tells_and_writes_all(multirun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ablation", str(multirun), "--csv", str(tmp_path / "a.csv"), "--metric", "eval/tau"]) == 0
+    files = ["--csv", str(tmp_path / "a.csv"), "--markdown", str(tmp_path / "a.md")]
+    assert main(["ablation", str(multirun), *files, "--metric", "eval/tau"]) == 0
     shown = capsys.readouterr().out
     lines = [" ".join(line.replace("│", " ").split()) for line in shown.splitlines()]
     assert "64 2.00% 3.00% 6.200 6.000 +0.200 not 30% 50.0% 7.200 3" in lines
@@ -188,6 +189,10 @@ def test_the_command_tells_and_writes_all(multirun: Path, tmp_path: Path, capsys
     assert (rows[0]["test/tau_low"], rows[0]["eval/tau"], rows[0]["eval/tau_count"]) == ("", "", "0")
     assert float(rows[2]["test/tau_high"]) == values["settings"][2]["figures"]["test/tau"]["high"]
     assert ablation_csv(gather(read_multirun(multirun))) == (tmp_path / "a.csv").read_text()
+    table = (tmp_path / "a.md").read_text().splitlines()
+    assert table[0].startswith("| width | regret | regret always-B | tau |") and len(table) == 2 + 3
+    half = "2.00% ± 2.48% | 3.00% | 6.200 ± 0.248 | 6.000 | +0.200 ± 0.248"
+    assert table[4].startswith(f"| 64 | {half}") and table[4].endswith("| not distinguishable | 3 |")
 
 
 @pytest.mark.parametrize(
