@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
-from .conftest import ROOT
+from .conftest import QUICK_COLLECT, ROOT, Finished
 
 ROWS = [
     *(f"tiny, b={b}: speed" for b in (16, 1, 4, 8, 1)),
@@ -106,3 +108,21 @@ def test_learning_benchmark_compares_losses_and_prints_every_row() -> None:
         assert (row[3] in ("yes", "no")) == bool(row[1]) and float(re.split("[x %]", row[2].replace(",", ""))[0]) >= 0
     before, after = (float(loss) for loss in rows[1][4].split(" -> "))
     assert after < before
+
+
+def test_what_is_knowable_prints_a_line_for_everything(run: Callable[..., Finished], tmp_path: Path) -> None:
+    kept = ("oracle.store_logits=true", "oracle.store_hidden=true", "oracle.latency_profile=null")
+    done = run("-m", "blockpilot.collect", *QUICK_COLLECT, *kept, f"hydra.run.dir={tmp_path / 'run'}", quick=False)
+    assert done.code == 0, done.output
+    (train,), (test,) = ((tmp_path / "cache").glob(f"tiny-*/tiny-{split}-*") for split in ("train", "test"))
+    prompts = [str(ROOT / f"data/prompts/tiny_{split}.jsonl") for split in ("train", "test")]
+    command = [sys.executable, "benchmarks/knowable.py", str(train), str(test), "--prompts", *prompts]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert shown.returncode == 0, shown.stderr
+    lines = [re.fullmatch(r"(\S.*?) +(-?[\d.]+)% +(-?\d+|nan)% \[.*\]", line) for line in shown.stdout.splitlines()]
+    found = {one[1].split(" (")[0]: float(one[2]) for one in lines if one}
+    assert list(found)[:6] == [
+        "nothing: always-B", "best single size of training", "the family", "probs, kernel ridge",
+        "log_probs, kernel ridge", "hidden, kernel ridge",
+    ]  # fmt: skip
+    assert all(0 <= regret < 100 for regret in found.values())

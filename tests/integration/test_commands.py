@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -130,6 +131,21 @@ def test_a_profile_gives_evaluation_a_regret_in_speed(run: Run, tmp_path: Path) 
     assert rows["autoregressive"]["regret_speed"] is None
     assert (metrics["eval/best_fixed_speed"], metrics["eval/oracle_speedup_over_always"]) == (16, 1)
     assert "regret (speed)" in (tmp_path / "evaluation/report.html").read_text()
+
+    # training for speed: a profile in which 17 costs what 16 costs
+    tables = ("draft_seconds", "verify_seconds", "round_seconds", "round_seconds_low", "round_seconds_high",
+              "acceptance_length")  # fmt: skip
+    wide = {name: tuple((*row, row[-1]) for row in getattr(profile, name)) for name in tables}
+    dataclasses.replace(profile, block_sizes=(15, 16, 17), **wide).save(tmp_path / "wide.json")  # type: ignore[arg-type]
+    training = ["train.py", "objective=speed", "predictor.k=1", "evaluation.method=simulate", "logger=none",
+                f"hydra.run.dir={tmp_path / 'training'}"]  # fmt: skip
+    without = run(*training, f"evaluation.latency_dir={tmp_path / 'nowhere'}")
+    assert without.code == 2 and "objective=speed needs a latency profile" in without.output
+    done = run(*training, f"evaluation.latency_profile={tmp_path / 'wide.json'}")
+    assert done.code == 0, done.output
+    metrics = json.loads((tmp_path / "training/metrics.json").read_text())
+    assert {"val/regret_speed", "test/regret_speed", "test/regret_speed_always", "eval/regret_speed"} <= set(metrics)
+    assert json.loads((tmp_path / "training/policy/config.json").read_text())["objective"] == "speed"
 
 
 def test_the_profile_command_hides_no_module_of_python() -> None:

@@ -96,6 +96,34 @@ def test_the_other_losses_learn_too(loss: str, make_table: TableMaker, tmp_path:
     assert figures["test/headroom_captured"] > 0.6
 
 
+def test_speed_is_learned_where_rounds_cost_more_the_larger_they_are(make_table: TableMaker, tmp_path: Path) -> None:
+    """Costs that turn the order of sizes round: the best in speed is the smallest for everyone, whatever tau says."""
+    table = make_table(300)
+    costs = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0], dtype=torch.float64)
+    test, rest = split_table(table, (0.2,), "test")
+    data = LabelDataModule(
+        lambda: None, lambda: (rest, test), FeatureExtractor("probs"), table.block_sizes, batch_size=32,
+        round_seconds=lambda part: costs.expand(len(part), -1),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    module = BlockSizeModule(
+        list(table.block_sizes), 16, 40, objective="speed", predictor={"width": 64, "loss": "regret", "min_gain": 0.0},
+        trainer={"learning_rate": 5e-3},
+    )  # fmt: skip
+    trainer = _trainer(tmp_path, 10, early_stopping_and_checkpoints(50, tmp_path, "val/regret_speed"))
+    trainer.fit(module, data)
+    batch = data.batch("validation")
+    tau = batch.committed_tokens / batch.rounds
+    torch.testing.assert_close(batch.utility("speed"), tau / costs)
+    chosen = module.choose(batch.features)
+    assert set(chosen.tolist()) == {14}
+    logged = trainer.callback_metrics
+    assert logged["val/regret_speed"] == 0 and logged["val/accuracy_speed"] == 1 and logged["val/regret"] > 0.1
+    always = torch.full_like(chosen, 2)
+    gained = (regret_per_prompt(batch.utility("speed"), always).mean() > 0.5).item()
+    assert gained and logged["val/headroom_captured_speed"] == pytest.approx(1)
+
+
 def test_logged_figures_are_those_of_the_choices(make_table: TableMaker, tmp_path: Path) -> None:
     module, data = _module(), _data(make_table(300))
     trainer = _trainer(tmp_path, max_epochs=2)
