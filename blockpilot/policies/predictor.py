@@ -6,7 +6,7 @@ The folder can be a repository of the Hub: ``policy.push_to_hub(id)``, ``Predict
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from blockpilot.config import PredictorConfig
+from blockpilot.config import PredictorConfig, require
 from blockpilot.decoding.engine import Prefill
 from blockpilot.errors import UserError
 from blockpilot.learning import BlockSizePredictor, FeatureExtractor
@@ -183,6 +183,7 @@ def load_policy(folder: str | Path, pair: Pair | None = None, *, revision: str |
     folder = Path(folder)
     config, weights = _read(folder)
     try:
+        _check(folder, config, weights)
         extractor = FeatureExtractor(**config["preprocess"])
         settings = PredictorConfig(**config["predictor"])
         predictor = BlockSizePredictor(
@@ -197,10 +198,6 @@ def load_policy(folder: str | Path, pair: Pair | None = None, *, revision: str |
             min_gain=settings.min_gain,
         )
         keys = weights.pop(_KEYS)
-        if not isinstance(config["pair"], dict) or not isinstance(config["best_fixed"], int):
-            raise TypeError("pair or best_fixed is of another type")
-        if not all(bool(torch.isfinite(tensor).all()) for tensor in weights.values()):
-            raise ValueError("a weight is not finite")
         predictor.load_state_dict({name.removeprefix("predictor."): t for name, t in weights.items()})
         policy = PredictorPolicy(
             predictor.eval(), extractor, settings, config["pair"], config["vocab_size"], config["hidden_size"],
@@ -217,6 +214,30 @@ def load_policy(folder: str | Path, pair: Pair | None = None, *, revision: str |
     return policy
 
 
+def _check(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """Raises ``UserError``, ``KeyError`` or ``TypeError`` where a value would load and be wrong only later."""
+
+    def need(fits: Callable[[Any], bool], allowed: str, *keys: str) -> None:
+        for key in keys:
+            require(fits(config[key]), f"policy folder {folder}: {key}", config[key], allowed)
+
+    def size(value: object) -> bool:
+        return type(value) is int and value >= 1
+
+    def rising(value: Any) -> bool:
+        return isinstance(value, list) and all(map(size, value)) and len(value) > 0 and value == sorted(set(value))
+
+    need(rising, "rising block sizes of at least 1", "block_sizes")
+    need(size, "a whole number of at least 1", "best_fixed", "trained_block_size", "vocab_size", "hidden_size")
+    need(lambda value: isinstance(value, dict), "a part's identity by its name", "pair")
+    need(lambda value: value in ("tau", "speed"), "tau or speed", "objective")
+    keys = weights[_KEYS]
+    if keys.dtype != torch.int64 or keys.dim() != 1:
+        raise TypeError(f"{_KEYS} is {keys.dtype} of {keys.dim()} dimensions; expected torch.int64 of one")
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in weights.values()):
+        raise ValueError("a weight is not finite")
+
+
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     for name in ("config.json", "model.safetensors"):
         if not (folder / name).is_file():
@@ -226,7 +247,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         weights = load_file(folder / "model.safetensors")
-    except (ValueError, SafetensorError, OSError) as error:
+    except (ValueError, RecursionError, SafetensorError, OSError) as error:
         raise UserError(f"policy folder {folder} cannot be read: {str(error).splitlines()[0]}") from error
     if not isinstance(config, dict):
         raise UserError(f"policy folder {folder} has a config.json that is no JSON object")

@@ -202,6 +202,31 @@ def test_config_and_weights_that_do_not_fit_each_other(tmp_path: Path, edit: Cal
     assert "does not fit together" in error_of(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("block_sizes", value) for value in (["2", "3", "4", "5", "6"], [0, 1, 2, 3, 4], [4] * 5, [6, 5, 4, 3, 2])),
+        *(("best_fixed", value) for value in (True, 0, -1, "4")),
+        *(("trained_block_size", value) for value in (None, "4", 0, 4.0)),
+        ("hidden_size", "32"),
+        ("objective", "fame"),
+    ],
+)
+def test_a_value_that_would_be_wrong_only_later_is_named(tmp_path: Path, key: str, value: object) -> None:
+    make_policy(make_pair()).save(tmp_path)
+    change(tmp_path, lambda config: config.update({key: value}))
+    message = error_of(tmp_path)
+    assert key in message and f"={value!r} is not allowed; expected" in message
+
+
+def test_keys_of_another_type_and_a_config_without_an_end(tmp_path: Path) -> None:
+    policy = make_policy(make_pair())
+    replace(policy, training_prompt_keys=policy.training_prompt_keys.double()).save(tmp_path)
+    assert "training_prompt_keys is torch.float64" in error_of(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    assert "cannot be read" in error_of(tmp_path)
+
+
 def test_values_out_of_range_are_named(tmp_path: Path) -> None:
     make_policy(make_pair()).save(tmp_path)
     change(tmp_path, lambda config: config["preprocess"].update(kind="vibes"))
