@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from blockpilot.config import PredictorConfig, require
-from blockpilot.errors import UserError, integers
+from blockpilot.errors import UserError, integer, integers
 from blockpilot.learning import BlockSizePredictor, FeatureExtractor
 from blockpilot.models.pair import Pair
 from blockpilot.policies.predictor import PredictorPolicy
@@ -90,6 +90,8 @@ def import_dense(
     sizes = _candidates(block_sizes, outputs, pair.block_size, Path(path))
     radius = max(abs(size - pair.block_size) for size in sizes)
     settings = PredictorConfig(k=radius, depth=depth, width=width, standardize=False)
+    fixed = pair.block_size if best_fixed is None else integer("best_fixed", best_fixed)
+    require(fixed >= 1, "best_fixed", fixed, "a block size of at least 1, or None")
     extractor = FeatureExtractor(kind, tail_mass=tail_mass)
     with torch.device("meta"):  # weights are taken from the file, not drawn first
         predictor = BlockSizePredictor(
@@ -104,7 +106,7 @@ def import_dense(
     predictor.load_state_dict(own, assign=True)
     policy = PredictorPolicy(
         predictor.eval(), extractor, settings, pair.identity, pair.vocab_size, pair.hidden_size, pair.block_size,
-        pair.block_size if best_fixed is None else best_fixed, torch.empty(0, dtype=torch.int64),
+        fixed, torch.empty(0, dtype=torch.int64),
     )  # fmt: skip
     return policy.to(pair.device)
 
@@ -125,7 +127,8 @@ def _read(path: Path) -> dict[str, Tensor]:
     except (OSError, RuntimeError, ValueError, EOFError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"{path} cannot be read as a file of torch.save: {reason}") from error
-    if not isinstance(loaded, Mapping) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
+    named = isinstance(loaded, Mapping) and all(isinstance(name, str) for name in loaded)
+    if not named or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
         raise UserError(f"{path} is no state dict: expected tensors named layers.0.weight, ..., fc_out.bias")
     return dict(loaded)
 
@@ -149,7 +152,9 @@ def _check(weights: Mapping[str, Tensor], vocab_size: int, path: Path) -> int:
             wrong.append(f"{name} has shape {list(weights[name].shape)}, expected [{', '.join(map(str, shape))}]")
         elif name in weights and not weights[name].is_floating_point():
             wrong.append(f"{name} has dtype {weights[name].dtype}, expected a floating one")
-        elif name in weights and not bool(torch.isfinite(weights[name]).all()):
+        elif name in weights and (weights[name].layout != torch.strided or weights[name].is_meta):
+            wrong.append(f"{name} is {weights[name].layout} on {weights[name].device}, expected numbers written out")
+        elif name in weights and not bool(torch.isfinite(weights[name].float()).all()):
             wrong.append(f"{name} is not finite")
     if wrong:
         raise UserError(f"{path} is not in the authors' layout for a vocabulary of {vocab_size}: {'; '.join(wrong)}")
@@ -167,5 +172,5 @@ def _candidates(block_sizes: Sequence[int] | None, outputs: int, trained: int, p
     sizes = integers("block_sizes", block_sizes)
     rising = sorted(set(sizes)) == sizes
     allowed = f"{outputs} rising sizes of at least 1, one for each output of {path}"
-    require(len(sizes) == outputs and rising and sizes[0] >= 1, "block_sizes", sizes, allowed)
+    require(len(sizes) == outputs > 0 and rising and sizes[0] >= 1, "block_sizes", sizes, allowed)
     return tuple(sizes)

@@ -179,7 +179,9 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     torch.save(released(64), tmp_path / "cut.pt")
     (tmp_path / "cut.pt").write_bytes((tmp_path / "cut.pt").read_bytes()[:3000])
     assert "cannot be read" in error_of(tmp_path / "cut.pt")
-    for number, content in enumerate(([1, 2], torch.ones(3), {"model": released(64)}, {"layers.0.weight": 3})):
+    for number, content in enumerate(
+        ([1, 2], torch.ones(3), {"model": released(64)}, {"layers.0.weight": 3}, {3: torch.ones(3)})
+    ):
         torch.save(content, tmp_path / f"{number}.pt")
         assert "is no state dict" in error_of(tmp_path / f"{number}.pt")
 
@@ -206,6 +208,8 @@ def changed(**changes: Tensor | None) -> dict[str, Tensor]:
         ({"fc_out.bias": torch.ones(4)}, ["fc_out.bias has shape [4], expected [5]"]),
         ({"fc_out.bias": torch.ones(5, dtype=torch.int64)}, ["fc_out.bias has dtype torch.int64"]),
         ({"fc_out.bias": torch.full((5,), torch.nan)}, ["fc_out.bias is not finite"]),
+        ({"fc_out.bias": torch.ones(5).to_sparse()}, ["fc_out.bias is torch.sparse_coo on cpu"]),
+        ({"fc_out.bias": torch.ones(5, device="meta")}, ["fc_out.bias is torch.strided on meta"]),
         ({name: None for name in released(64)}, ["missing layers.0.weight", "missing fc_out.weight"]),
     ],
 )
@@ -230,6 +234,14 @@ def test_outputs_that_do_not_lie_around_b_need_candidates(tmp_path: Path, output
     )
     sizes = list(range(2, 2 + outputs))
     assert import_dense(tmp_path / "model.pt", make_pair(), sizes).block_sizes == tuple(sizes)
+
+
+def test_a_file_without_outputs_and_a_best_size_that_is_none(tmp_path: Path) -> None:
+    torch.save(released(64, outputs=0), tmp_path / "none.pt")
+    assert "block_sizes=[] is not allowed" in error_of(tmp_path / "none.pt", [])
+    torch.save(released(64), tmp_path / "model.pt")
+    assert "best_fixed='4' is not allowed" in error_of(tmp_path / "model.pt", best_fixed="4")
+    assert "best_fixed=0 is not allowed" in error_of(tmp_path / "model.pt", best_fixed=0)
 
 
 def test_an_input_that_is_not_wide_cannot_be_imported(tmp_path: Path) -> None:
