@@ -143,7 +143,9 @@ def ablation_markdown(ablation: Ablation) -> str:
         cells = [_cell(name, one.figures.get(name, over_repetitions([])), len(one.jobs)) for name in _COLUMNS]
         verdict = (one.figures[GAIN].verdict if GAIN in one.figures else None) or NO_VALUE
         lines.append([*(list(one.values.values()) or [one.label]), *cells, verdict, str(len(one.jobs))])
-    return "".join(f"| {' | '.join(' '.join(cell.split()) for cell in row)} |\n" for row in lines)
+    # a bar in a value is no border
+    rows = [[" ".join(cell.split()).replace("|", r"\|") for cell in row] for row in lines]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def ablation_lines(ablation: Ablation) -> list[str]:

@@ -7,6 +7,7 @@ Knows files only: ``N/.hydra/overrides.yaml``, ``N/config.yaml``, ``N/metrics.js
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,14 +60,18 @@ def _read_job(folder: Path, number: int, path: Path) -> Job:
         failed = (folder / f"failed-{number}.txt").exists()
         return Job(number, overrides, "failed" if failed else "unfinished")
     config = _mapping(path / "config.yaml")
-    datasets = config.get("dataset") or {}
+    seed, datasets = config.get("seed"), config.get("dataset") or {}
+    if seed is not None and type(seed) is not int:
+        raise UserError(f"{path / 'config.yaml'}: seed={seed!r} is not allowed; expected a whole number")
+    if not isinstance(datasets, dict) or not all(isinstance(splits, dict) for splits in datasets.values()):
+        raise UserError(f"{path / 'config.yaml'}: dataset={datasets!r:.60} is not allowed; expected splits by name")
     return Job(
         number,
         overrides,
         "finished",
-        seed=config.get("seed"),
+        seed=seed,
         figures=figures,
-        split_by_seed=tuple(name for name, splits in datasets.items() if splits.get("test") is None),
+        split_by_seed=tuple(str(name) for name, splits in datasets.items() if splits.get("test") is None),
     )
 
 
@@ -91,15 +96,18 @@ def _load(path: Path, kind: type) -> Any:
 
 
 def _figures(path: Path) -> dict[str, float | None] | None:
-    """The numbers of a ``metrics.json``; None where a killed job left none, or half of one."""
+    """The numbers of a ``metrics.json``; None where a killed job left none, or half of one.
+
+    JSON has no number that is not finite, yet Python reads and writes some: such a figure is undefined.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(content, dict):
         return None
     return {
-        name: None if value is None else float(value)
+        name: None if value is None or not abs(value) <= sys.float_info.max else float(value)
         for name, value in content.items()
         if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
     }

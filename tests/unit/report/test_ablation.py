@@ -16,6 +16,7 @@ from blockpilot.report.__main__ import main
 from blockpilot.report.ablation import (
     ablation_csv,
     ablation_lines,
+    ablation_markdown,
     ablation_table,
     ablation_values,
     gather,
@@ -211,6 +212,34 @@ def test_a_wrong_option_is_one_line(
     assert error.startswith("error: ") and error.count("\n") == 1
     for word in words:
         assert word in error
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1" + "0" * 400])
+def test_a_figure_that_is_not_finite_is_undefined(tmp_path: Path, value: str) -> None:
+    whole = {**ALWAYS, "test/tau": 6.5, "test/regret": 0.25}
+    write_job(tmp_path, 0, ["seed=0"], json.dumps(whole).replace("0.25", value), seed=0)
+    write_job(tmp_path, 1, ["seed=1"], whole, seed=1)
+    write_job(tmp_path, 2, ["seed=2"], "[" * 100_000, seed=2)
+    assert main(["ablation", str(tmp_path)]) == 0
+    content = json.loads((tmp_path / "ablation.json").read_text())
+    assert content["settings"][0]["figures"]["test/regret"]["by_job"] == [None, 0.25]
+    assert len(content["left_out"]) == 1 and "job 2" in content["left_out"][0]
+
+
+@pytest.mark.parametrize("text", ["seed: [1]", "seed: 2020-01-01", "dataset: [1]", "dataset: {a: null}"])
+def test_a_config_of_another_shape_is_one_line(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write_job(tmp_path, 0, ["seed=0"], {**ALWAYS, "test/tau": 6.5})
+    (tmp_path / "0/config.yaml").write_text(text)
+    assert main(["ablation", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path / '0/config.yaml'}: {text.split(':')[0]}=" in error and error.count("\n") == 1
+
+
+def test_a_bar_in_a_value_is_no_border_of_the_markdown_table(tmp_path: Path) -> None:
+    for number, value in enumerate(("a|b", "c")):
+        write_job(tmp_path, number, [f"model={value}"], {**ALWAYS, "test/tau": 6.5, "test/regret": 0.25})
+    rows = ablation_markdown(gather(read_multirun(tmp_path))).splitlines()
+    assert rows[2].startswith(r"| a\|b | 25.00% |")
 
 
 def test_a_folder_without_jobs_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
