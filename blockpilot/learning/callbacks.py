@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import lightning
 import torch
@@ -89,6 +90,27 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             part.training = training
 
 
+class MovableCheckpoint(ModelCheckpoint):
+    """A ``ModelCheckpoint`` that knows its files again after their folder was moved or copied."""
+
+    @property
+    def state_key(self) -> str:
+        """That of the class it extends."""
+        return super().state_key.replace(type(self).__qualname__, ModelCheckpoint.__qualname__, 1)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the paths of an earlier folder for those of this one; Lightning would forget the best score."""
+        assert self.dirpath is not None
+        folder = Path(self.dirpath)
+
+        def here(path: str) -> str:
+            return str(folder / Path(path).name) if path else path
+
+        moved = {name: here(state_dict[name]) for name in ("best_model_path", "kth_best_model_path")}
+        best = {here(path): score for path, score in state_dict["best_k_models"].items()}
+        super().load_state_dict({**state_dict, **moved, "best_k_models": best, "dirpath": self.dirpath})
+
+
 LAST = "last.ckpt"
 """Checkpoint of the last epoch, from which training can be resumed."""
 
@@ -99,7 +121,7 @@ def early_stopping_and_checkpoints(patience: int, dirpath: str | Path, figure: s
     The best is ``<dirpath>/epoch-<number>.ckpt``, weights only: a metric's name in it would make folders of its "/" and
     break Hydra overrides with its "=". The last, ``<dirpath>/last.ckpt``, holds all that a resumed run needs.
     """
-    best = ModelCheckpoint(
+    best = MovableCheckpoint(
         dirpath=dirpath,
         filename="epoch-{epoch:03d}",
         monitor=figure,
@@ -109,5 +131,5 @@ def early_stopping_and_checkpoints(patience: int, dirpath: str | Path, figure: s
         auto_insert_metric_name=False,
     )
     # after the best one, whose score it records
-    last = ModelCheckpoint(dirpath=dirpath, filename=LAST.removesuffix(".ckpt"), enable_version_counter=False)
+    last = MovableCheckpoint(dirpath=dirpath, filename=LAST.removesuffix(".ckpt"), enable_version_counter=False)
     return [EarlyStopping(monitor=figure, mode="min", patience=patience), best, last]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,9 @@ from blockpilot.runs.processes import is_first, side_by_side
 from blockpilot.runs.results import write_results
 
 log = logging.getLogger(__name__)
+
+_PARTS = ("state_dict", "optimizer_states", "lr_schedulers", "callbacks", "loops", "epoch", "hyper_parameters")
+"""Of a checkpoint that training can go on from."""
 
 
 def train(config: TrainConfig, folder: Path, group: str | None = None) -> dict[str, Any]:
@@ -189,6 +193,11 @@ def fit(
         trainer.fit(module, datamodule=data, ckpt_path=_checkpoint_to_resume(config, checkpoints, module))
     checkpoint = next(c for c in callbacks if isinstance(c, ModelCheckpoint))
     log.info("best validation regret %.4f in epoch %s", checkpoint.best_model_score or 0.0, checkpoint.best_model_path)
+    if not Path(checkpoint.best_model_path).is_file():
+        raise UserError(
+            f"trainer.resume: there is no {checkpoint.best_model_path}, which {checkpoints / LAST} has as its best "
+            "epoch; train from the start in another hydra.run.dir"
+        )
     best = BlockSizeModule.load_from_checkpoint(checkpoint.best_model_path, map_location=pair.device, weights_only=True)
     if not all(bool(torch.isfinite(p).all()) for p in best.parameters()):
         raise UserError(f"training diverged; trainer.learning_rate={config.trainer.learning_rate} may be too large")
@@ -207,8 +216,16 @@ def _checkpoint_to_resume(config: TrainConfig, checkpoints: Path, module: BlockS
     if not config.trainer.resume or not path.exists():
         return None
     try:
-        earlier = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["hyper_parameters"]
-    except (OSError, RuntimeError, KeyError, ValueError, pickle.UnpicklingError) as error:
+        with zipfile.ZipFile(path) as archive:
+            # torch compares no check sums
+            if (damaged := archive.testzip()) is not None:
+                raise ValueError(f"{damaged} in it is damaged")
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        missing = [part for part in _PARTS if not isinstance(saved, dict) or part not in saved]
+        if missing:
+            raise ValueError(f"it lacks {', '.join(missing)}")
+        earlier = dict(saved["hyper_parameters"])
+    except (OSError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"trainer.resume: {path} cannot be read: {type(error).__name__}: {reason}") from error
     free = {"max_epochs", "patience", "devices", "resume"}

@@ -70,6 +70,34 @@ def test_a_damaged_checkpoint_is_told_in_one_line(train: Run, tmp_path: Path) ->
     assert done.code == 2 and f"trainer.resume: {checkpoint} cannot be read" in done.output
 
 
+def test_a_run_whose_folder_was_copied_goes_on_there(train: Run, tmp_path: Path) -> None:
+    """Its best epoch is that of the copy; where a checkpoint is gone or damaged, one line says so."""
+    common = (*SMALL, "logger=none", f"cache_dir={tmp_path / 'cache'}", "trainer.max_epochs=2")
+    old, new = tmp_path / "old", tmp_path / "new"
+    assert train(*common, f"hydra.run.dir={old}").code == 0
+    old.rename(new)
+    again = (*common, f"hydra.run.dir={new}", "trainer.resume=true")
+    first = weights(new)
+    done = train(*again)
+    assert done.code == 0 and "dirpath" not in done.output, done.output
+    assert all(torch.equal(tensor, weights(new)[name]) for name, tensor in first.items())
+    best = next((new / "checkpoints").glob("epoch-*.ckpt"))
+    best.unlink()
+    done = train(*again)
+    assert done.code == 2 and f"trainer.resume: there is no {best}" in done.output, done.output
+    last = new / "checkpoints/last.ckpt"
+    content = bytearray(last.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 200] = bytes(byte ^ 255 for byte in content[middle : middle + 200])
+    last.write_bytes(content)
+    done = train(*again)
+    assert done.code == 2 and f"trainer.resume: {last} cannot be read" in done.output, done.output
+    for saved in ([1], {"hyper_parameters": {}}):
+        torch.save(saved, last)
+        done = train(*again)
+        assert done.code == 2 and "cannot be read: ValueError: it lacks state_dict" in done.output, done.output
+
+
 def test_two_processes_give_the_figures_of_one(train: Run, tmp_path: Path) -> None:
     """Sparse gradients; shares of the last batch are uneven."""
     common = (*SMALL, "logger=csv", "device=cpu", "trainer.batch_size=5", "predictor.dropout=0",
