@@ -12,6 +12,7 @@ Shapes: C contexts, K block sizes, N prompts.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
 import math
@@ -125,6 +126,12 @@ class LatencyProfile:
                 f"{list(self.block_sizes)}; run python -m blockpilot.profile model={self.model} "
                 f"profile.block_sizes=[{wanted}]"
             )
+
+    @property
+    def digest(self) -> str:
+        """Of all it holds, 12 hexadecimal digits."""
+        content = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return hashlib.blake2b(content.encode(), digest_size=6).hexdigest()
 
     def difference(self, pair: Pair) -> str | None:
         """What tells the measured pair from this one, naming both; None if nothing does."""

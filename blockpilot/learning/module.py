@@ -48,7 +48,7 @@ class BlockSizeModule(lightning.LightningModule):
         predictor: fields of ``PredictorConfig``.
         trainer: fields of ``TrainerConfig``.
         seed: of dropout, anew each step, so that a resumed run drops what it would have dropped.
-        labels: names of the label caches; only kept, so that a checkpoint says what it learned from.
+        labels: names of the label caches and of costs; only kept, so that a checkpoint says what it learned from.
 
     Raises:
         UserError: B is no candidate, or a setting is outside its limits.

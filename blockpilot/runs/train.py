@@ -69,7 +69,10 @@ def train(config: TrainConfig, folder: Path, group: str | None = None) -> dict[s
     priced = block_sizes_of(config.evaluation.policies, PolicyConfig(), pair.block_size)
     latency = find_profile(config.evaluation, pair, sorted({*block_sizes, *priced}))
     data = label_data(config, labels, block_sizes, latency)
-    module = predictor_module(config, pair, block_sizes, [cache.folder.name for cache in labels.caches])
+    learned_from = [cache.folder.name for cache in labels.caches]
+    if config.objective.name == "speed" and latency is not None:
+        learned_from.append(f"latency profile {latency.digest}")
+    module = predictor_module(config, pair, block_sizes, learned_from)
     with job_logger(config.logger, folder, to_plain(config), group, config.trainer.resume) as logger:
         best, validated = fit(config, folder, pair, module, data, logger, latency)
         if not is_first():
@@ -128,7 +131,7 @@ def label_data(
 def predictor_module(
     config: TrainConfig, pair: Pair, block_sizes: tuple[int, ...], labels: list[str]
 ) -> BlockSizeModule:
-    """The untrained predictor; ``labels`` names the caches it learns from."""
+    """The untrained predictor; ``labels`` names what it learns from."""
     return BlockSizeModule(
         block_sizes=list(block_sizes),
         always_block_size=pair.block_size,

@@ -146,6 +146,10 @@ def test_a_profile_gives_evaluation_a_regret_in_speed(run: Run, tmp_path: Path) 
     metrics = json.loads((tmp_path / "training/metrics.json").read_text())
     assert {"val/regret_speed", "test/regret_speed", "test/regret_speed_always", "eval/regret_speed"} <= set(metrics)
     assert json.loads((tmp_path / "training/policy/config.json").read_text())["objective"] == "speed"
+    dearer = {**wide, "round_seconds": tuple((*row[:-1], 2 * row[-1]) for row in wide["round_seconds"])}
+    dataclasses.replace(profile, block_sizes=(15, 16, 17), **dearer).save(tmp_path / "other.json")  # type: ignore[arg-type]
+    other = run(*training, f"evaluation.latency_profile={tmp_path / 'other.json'}", "trainer.resume=true")
+    assert other.code == 2 and "was made with labels=[" in other.output
 
 
 def test_the_profile_command_hides_no_module_of_python() -> None:
