@@ -14,6 +14,8 @@ from blockpilot.config import LoggerConfig, require
 from blockpilot.errors import UserError
 from blockpilot.runs.processes import is_first
 
+_OLD_MODES = {"dryrun": "offline", "run": "online"}
+"""Names that W&B still takes for its modes; Lightning's logger sets the first for the rest of the process."""
 _RUN_ID = "wandb_run_id.txt"
 """In the output folder: the W&B run, for a job that goes on."""
 
@@ -46,6 +48,7 @@ def job_logger(
     import wandb
 
     mode = config.mode or os.environ.get("WANDB_MODE") or "offline"
+    mode = _OLD_MODES.get(mode, mode)
     require(mode in ("online", "offline", "disabled"), "WANDB_MODE", mode, "one of online, offline, disabled")
     run_id = _run_id(folder, resume)
     logger = WandbLogger(

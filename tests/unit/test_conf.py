@@ -56,7 +56,7 @@ REQUIRED = {
     ("policy", "predictor"): ["policy.path=/some/folder"],
     ("policy", "per_round"): ["policy.path=/some/folder"],
 }
-FILE_DATASETS = ("tiny", "jsonl", "txt")
+FILE_DATASETS = ("tiny", "tiny-prose", "tiny-tasks", "jsonl", "txt")
 MATHS = ("gsm8k", "math500", "aime24", "aime25")
 CODE = ("humaneval", "mbpp", "livecodebench", "swe-bench-lite")
 HUB_DATASETS = (*MATHS, *CODE, "mt-bench", "alpaca", "sharegpt")
@@ -280,6 +280,9 @@ def test_every_key_of_a_source_can_be_overridden(name: str) -> None:
     values = {key: f"dataset.{name}.train.{key}={5 if key == 'limit' else 'x'}" for key in keys}
     source = configured("train", f"dataset={name}", *values.values()).dataset[name].train
     assert [getattr(source, key) for key in keys] == [5 if key == "limit" else "x" for key in keys]
+    if name != "txt":  # which has no columns
+        kept = configured("train", f"dataset={name}", f"dataset.{name}.train.only={{category:[hard]}}").dataset[name].train
+        assert kept.only is not None and kept.only["category"] == ["hard"]
 
 
 # --- presets that set more than their own group
