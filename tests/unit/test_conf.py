@@ -281,8 +281,9 @@ def test_every_key_of_a_source_can_be_overridden(name: str) -> None:
     source = configured("train", f"dataset={name}", *values.values()).dataset[name].train
     assert [getattr(source, key) for key in keys] == [5 if key == "limit" else "x" for key in keys]
     if name != "txt":  # which has no columns
-        kept = configured("train", f"dataset={name}", f"dataset.{name}.train.only={{category:[hard]}}").dataset[name].train
-        assert kept.only is not None and kept.only["category"] == ["hard"]
+        only = f"dataset.{name}.train.only={{category:[hard]}}"
+        kept = configured("train", f"dataset={name}", *values.values(), only).dataset[name].train
+        assert kept.only == {"category": ["hard"]}
 
 
 # --- presets that set more than their own group
