@@ -18,7 +18,6 @@ from rich.text import Text
 from blockpilot.metrics import Estimate, FixedSize, OracleGain, SequenceBound, SweepSummary
 
 NO_VALUE = "-"
-TABLE_WIDTH = 128
 _UNBOUNDED = 10_000
 _HISTOGRAMS = (1, 2, 3)
 """Radii whose labels are counted in the table of sizes: the paper's k."""
@@ -76,11 +75,10 @@ def oracle_table(summary: SweepSummary, brief: bool = False) -> Table:
 
 def print_tables(*tables: Table) -> None:
     """Prints tables whole: a narrow terminal may wrap their lines, but nothing in them is cut."""
-    console = Console()
     unbounded = Console(width=_UNBOUNDED)
     for table in tables:
-        width = max(console.width, TABLE_WIDTH, unbounded.measure(table).minimum)
-        Console(width=width).print(table)
+        # not the least width that Rich measures: a table printed at it can still lose its last columns
+        Console(width=max(Console().width, unbounded.measure(table).maximum)).print(table)
 
 
 def choice_lines(summary: SweepSummary, name: str) -> list[str]:
