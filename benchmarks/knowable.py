@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -137,7 +138,11 @@ def main() -> None:
     )
     if options.prompts:
         known = families(options.prompts, options.family)
-        print(line(f"the family ({options.family})", tau_NK, family_choice(train, test, known, fixed), always))
+        choice_N = family_choice(train, test, known, fixed)
+        sizes = {known[i.split("#")[0]]: train.block_sizes[c] for i, c in zip(test.prompt_ids, choice_N, strict=True)}
+        counts = Counter(known[i.split("#")[0]] for i in test.prompt_ids)
+        print("best size in training (test prompts):", ", ".join(f"{f} {b} ({counts[f]})" for f, b in sizes.items()))
+        print(line(f"the family ({options.family})", tau_NK, choice_N, always))
     gains_NK = train.tau - train.tau[:, always, None]
     for name, train_NF in inputs(train).items():
         penalty = cross_validated(train_NF, train.tau, gains_NK)

@@ -60,7 +60,7 @@ class Features:
         if self.offsets is None or self.token_ids is None:
             return self.values
         written = self.values.new_zeros(len(self), input_size)
-        written[_row_of_each_entry(self.offsets), self.token_ids] = self.values
+        written[row_of_each_entry(self.offsets), self.token_ids] = self.values
         return written
 
 
@@ -155,14 +155,14 @@ class FeatureExtractor:
         return Features(_stats(rows))
 
 
-def _row_of_each_entry(offsets: Tensor) -> Tensor:
+def row_of_each_entry(offsets: Tensor) -> Tensor:
     """int64 ``[Z]``: the row each stored entry belongs to."""
     return torch.repeat_interleave(torch.arange(len(offsets) - 1, device=offsets.device), offsets.diff())
 
 
 def _leading_probs(rows: Distributions, count: int) -> Tensor:
     """float32 ``[N, count]``: each row's largest probabilities, zero-padded."""
-    row = _row_of_each_entry(rows.offsets)
+    row = row_of_each_entry(rows.offsets)
     rank = torch.arange(len(row), device=row.device) - rows.offsets[row]
     leading = rows.probs.new_zeros(len(rows), count)
     inside = rank < count
@@ -172,7 +172,7 @@ def _leading_probs(rows: Distributions, count: int) -> Tensor:
 
 def _stats(rows: Distributions) -> Tensor:
     """float32 ``[N, 8]``: the columns ``STATS``; entropy in nats over the stored entries."""
-    row, probs = _row_of_each_entry(rows.offsets), rows.probs.double()
+    row, probs = row_of_each_entry(rows.offsets), rows.probs.double()
 
     def sum_per_row(values: Tensor) -> Tensor:
         return values.new_zeros(len(rows)).index_add_(0, row, values)

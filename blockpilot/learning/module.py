@@ -94,7 +94,7 @@ class BlockSizeModule(lightning.LightningModule):
         )
         self.register_buffer("class_weights", torch.ones(len(block_sizes)))
         self.train_loss = MeanMetric()
-        self.scores = torch.nn.ModuleDict({stage: _Scores(self.always_column) for stage in ("val", "test")})
+        self.figures = torch.nn.ModuleDict({stage: _Figures(self.always_column) for stage in ("val", "test")})
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
@@ -160,7 +160,7 @@ class BlockSizeModule(lightning.LightningModule):
 
     def _evaluation_step(self, stage: str, batch: LabelBatch) -> None:
         scores_NK = self(batch.features)
-        figures = cast(_Scores, self.scores[stage])
+        figures = cast(_Figures, self.figures[stage])
         figures.update(self._losses(scores_NK, batch), batch, self.predictor.decision(scores_NK))
         for name, metric in figures.logged(batch).items():
             self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True, prog_bar=name == "loss")
@@ -174,7 +174,7 @@ class BlockSizeModule(lightning.LightningModule):
         return loss_per_prompt(config.loss, scores_NK[kept_N], utility_MK, config.soft_temperature, weights_K)
 
 
-class _Scores(torch.nn.Module):
+class _Figures(torch.nn.Module):
     """The figures of one stage, by the name they are logged under."""
 
     def __init__(self, always_column: int) -> None:

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from blockpilot.config import require
 from blockpilot.learning.decision import Decision
-from blockpilot.learning.features import Features
+from blockpilot.learning.features import Features, row_of_each_entry
 
 FEW_TOKENS = 64
 """A single row of so few tokens is a product of its own: an embedding bag costs more to set up."""
@@ -106,11 +106,7 @@ def _by_token(token_ids: Tensor, offsets: Tensor, values: Tensor) -> tuple[Tenso
     if len(distinct) * num_rows > MOSTLY_EMPTY * len(token_ids):
         return distinct, None
     held_UN = values.new_zeros(len(distinct), num_rows)
-    return distinct, held_UN.index_put_((place, _row_of_each_entry(offsets)), values, accumulate=True)
-
-
-def _row_of_each_entry(offsets: Tensor) -> Tensor:
-    return torch.repeat_interleave(torch.arange(len(offsets) - 1, device=offsets.device), offsets.diff())
+    return distinct, held_UN.index_put_((place, row_of_each_entry(offsets)), values, accumulate=True)
 
 
 class _WeightedSum(torch.autograd.Function):
@@ -139,7 +135,7 @@ class _WeightedSum(torch.autograd.Function):
             sorted_ids, order = token_ids.sort(stable=True)
             counts = sorted_ids.unique_consecutive(return_counts=True)[1]
             bags = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-            rows_UW = _bag(delta_NW, _row_of_each_entry(offsets)[order], bags, values[order])
+            rows_UW = _bag(delta_NW, row_of_each_entry(offsets)[order], bags, values[order])
         else:
             rows_UW = held_UN @ delta_NW
         gradient = torch.sparse_coo_tensor(

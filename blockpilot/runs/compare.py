@@ -82,7 +82,7 @@ def simulate_policies(
             simulated[name] = simulate(pair, records, own, batch_size=batch_size)
             advance(1)
     return [
-        _simulated(name, prompt_id, dataset, simulated[name][index])
+        _row(name, prompt_id, dataset, simulated[name][index])
         for index, (prompt_id, dataset) in enumerate(zip(table.prompt_ids, table.datasets, strict=True))
         for name in policies
     ]
@@ -114,7 +114,7 @@ def decode_policies(
                 name: _decode(pair, table.prompts.row(index), policies[name], generation)
                 for name in names[turn:] + names[:turn]
             }
-            decoded += [_decoded(name, prompt_id, dataset, results[name]) for name in names]
+            decoded += [_row(name, prompt_id, dataset, results[name]) for name in names]
             advance(1)
     return decoded
 
@@ -126,7 +126,9 @@ def _decode(pair: Pair, prompt_ids: Sequence[int], policy: BlockSizePolicy, gene
     )  # fmt: skip
 
 
-def _simulated(policy: str, prompt_id: str, dataset: str, out: Simulation) -> DecodedPrompt:
+def _row(policy: str, prompt_id: str, dataset: str, out: Generation | Simulation) -> DecodedPrompt:
+    """One prompt under one policy; a simulation takes no seconds."""
+    measured = isinstance(out, Generation)
     return DecodedPrompt(
         policy=policy,
         prompt_id=prompt_id,
@@ -135,25 +137,9 @@ def _simulated(policy: str, prompt_id: str, dataset: str, out: Simulation) -> De
         first_block_size=out.first_block_size,
         acceptance_lengths=tuple(out.acceptance_lengths),
         output_tokens=1 + sum(out.acceptance_lengths),
-        decode_seconds=math.nan,
-        policy_seconds=math.nan,
-        prefill_seconds=math.nan,
-        drafted_sizes=tuple(out.drafted_sizes),
-    )
-
-
-def _decoded(policy: str, prompt_id: str, dataset: str, out: Generation) -> DecodedPrompt:
-    return DecodedPrompt(
-        policy=policy,
-        prompt_id=prompt_id,
-        dataset=dataset,
-        block_sizes=tuple(out.block_sizes),
-        first_block_size=out.first_block_size,
-        acceptance_lengths=tuple(out.acceptance_lengths),
-        output_tokens=len(out.output_ids),
-        decode_seconds=out.decode_seconds,
-        policy_seconds=out.policy_seconds,
-        prefill_seconds=out.prefill_seconds,
+        decode_seconds=out.decode_seconds if measured else math.nan,
+        policy_seconds=out.policy_seconds if measured else math.nan,
+        prefill_seconds=out.prefill_seconds if measured else math.nan,
         drafted_sizes=tuple(out.drafted_sizes),
     )
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,11 +39,9 @@ from blockpilot.runs.loggers import job_logger
 from blockpilot.runs.policies import AUTOREGRESSIVE, Known, always, block_sizes_of, compared_policies
 from blockpilot.runs.processes import is_first, side_by_side
 from blockpilot.runs.results import write_results
+from blockpilot.runs.resume import checkpoint_to_resume
 
 log = logging.getLogger(__name__)
-
-_PARTS = ("state_dict", "optimizer_states", "lr_schedulers", "callbacks", "loops", "epoch", "hyper_parameters")
-"""Of a checkpoint that training can go on from."""
 
 
 def train(config: TrainConfig, folder: Path, group: str | None = None) -> dict[str, Any]:
@@ -192,8 +188,9 @@ def fit(
     # whatever is wrong with the data is told before other processes are started
     data.prepare_data()
     data.setup()
+    last = checkpoint_to_resume(checkpoints, module.hparams) if config.trainer.resume else None
     with side_by_side(config.trainer.devices):
-        trainer.fit(module, datamodule=data, ckpt_path=_checkpoint_to_resume(config, checkpoints, module))
+        trainer.fit(module, datamodule=data, ckpt_path=last)
     checkpoint = next(c for c in callbacks if isinstance(c, ModelCheckpoint))
     log.info("best validation regret %.4f in epoch %s", checkpoint.best_model_score or 0.0, checkpoint.best_model_path)
     if not Path(checkpoint.best_model_path).is_file():
@@ -207,45 +204,6 @@ def fit(
     best.calibrate(data.batch("validation"))
     assert checkpoint.best_model_score is not None
     return best, {monitored(config.objective.name): float(checkpoint.best_model_score)}
-
-
-def _checkpoint_to_resume(config: TrainConfig, checkpoints: Path, module: BlockSizeModule) -> Path | None:
-    """The last checkpoint, if the user wants to go on from it and it is there.
-
-    Raises:
-        UserError: it cannot be read, or was made with another configuration.
-    """
-    path = checkpoints / LAST
-    if not config.trainer.resume or not path.exists():
-        return None
-    try:
-        with zipfile.ZipFile(path) as archive:
-            # torch compares no check sums
-            if (damaged := archive.testzip()) is not None:
-                raise ValueError(f"{damaged} in it is damaged")
-        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        missing = [part for part in _PARTS if not isinstance(saved, dict) or part not in saved]
-        if missing:
-            raise ValueError(f"it lacks {', '.join(missing)}")
-        earlier = dict(saved["hyper_parameters"])
-    except (OSError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"trainer.resume: {path} cannot be read: {type(error).__name__}: {reason}") from error
-    free = {"max_epochs", "patience", "devices", "resume"}
-    for name, now in flat(dict(module.hparams)).items():
-        before = flat(earlier).get(name)
-        if before != now and name.split(".")[-1] not in free:
-            raise UserError(f"trainer.resume: {path} was made with {name}={before!r}, this run has {now!r}")
-    log.info("going on from %s", path)
-    return path
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, keys joined by dots."""
-    parts: dict[str, Any] = {}
-    for name, value in values.items():
-        parts |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return parts
 
 
 def policy_of(module: BlockSizeModule, pair: Pair, data: LabelDataModule) -> PredictorPolicy:
