@@ -56,6 +56,7 @@ def generate_batch(
     features: bool = False,
     states: bool = False,
     beyond: int = 0,
+    keys: Sequence[int] | None = None,
 ) -> list[Trajectory]:
     """Decodes all ``prompts`` side by side without a drafter, one token per row and step.
 
@@ -69,6 +70,8 @@ def generate_batch(
         features: whether the tapped hidden states are returned (in memory: positions of all prompts x F).
         states: whether the head's inputs are (in memory: output tokens of all prompts x D).
         beyond: tokens to draw past each output's end.
+        keys: of the noise, one per prompt, so that equal prompts get different outputs; None derives them from the
+            prompts, as ``generate`` does.
 
     Raises:
         UserError: a prompt that cannot be decoded, or a value out of range.
@@ -81,7 +84,9 @@ def generate_batch(
     if not checked:
         return []
     stops = stop_ids_of(pair, stop_token_ids)
-    return _Batch(pair, checked, sampling, max_new_tokens, stops, features, states, beyond).run()
+    if keys is not None and len(keys) != len(checked):
+        raise UserError(f"{len(checked)} prompts with {len(keys)} keys; expected one key for each")
+    return _Batch(pair, checked, sampling, max_new_tokens, stops, features, states, beyond, keys).run()
 
 
 class _Batch:
@@ -95,10 +100,11 @@ class _Batch:
         tap: bool,
         keep: bool,
         beyond: int,
+        keys: Sequence[int] | None,
     ) -> None:
         self.pair, self.sampling, self.stops, self.tap, self.keep = pair, sampling, stops, tap, keep
         self.prompts = [list(prompt) for prompt in prompts]
-        self.keys = [prompt_key(prompt) for prompt in self.prompts]
+        self.keys = [prompt_key(prompt) for prompt in self.prompts] if keys is None else list(keys)
         limits = [output_budget(max_new_tokens, len(p), pair.max_positions) for p in self.prompts]
         self.budgets = limits
         # tokens past the end need positions too

@@ -1,7 +1,7 @@
 """Target and drafter: load, check, run, tap hidden states; the embedded pair and how it was made."""
 
 from blockpilot.models.drafter import DFlashDrafter, DrafterContext
-from blockpilot.models.pair import Pair, assemble_pair, load_pair, locate_pair
+from blockpilot.models.pair import Pair, assemble_pair, load_pair, load_target_and_tokenizer, locate_pair
 from blockpilot.models.target import TargetOutput, TargetRunner
 
 __all__ = [
@@ -12,5 +12,6 @@ __all__ = [
     "TargetRunner",
     "assemble_pair",
     "load_pair",
+    "load_target_and_tokenizer",
     "locate_pair",
 ]

@@ -28,8 +28,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from blockpilot.drafter_training.objective import NO_TOKEN, TextBatch, dflash_loss
 from blockpilot.metrics import best_choice
-from blockpilot.models.drafter import DFlashDrafter, DrafterContext
+from blockpilot.models.drafter import DFlashDrafter
 from blockpilot.models.pair import load_pair
 from blockpilot.models.tiny_corpus import Conversation, conversations
 from blockpilot.oracle import OracleRecord, candidate_block_sizes, replay
@@ -346,65 +347,35 @@ def build_drafter(
 
     _train(
         "drafter", list(drafter.parameters()), drafter.state_dict, drafter.load_state_dict, batches,
-        lambda batch: dflash_loss(drafter, target, batch, recipe.drafter_anchors, recipe.loss_decay),
+        lambda batch: drafter_loss(drafter, target, batch, recipe.drafter_anchors, recipe.loss_decay),
         recipe.drafter_steps, recipe.drafter_learning_rate, work / "drafter.pt",
     )  # fmt: skip
     drafter.eval().save_pretrained(folder)
     return drafter
 
 
-def dflash_loss(
+def drafter_loss(
     drafter: DFlashDrafter,
     target: Qwen3ForCausalLM,
     rows: Sequence[tuple[list[int], int]],
     num_anchors: int,
     decay: float,
 ) -> Tensor:
-    """Cross-entropy of masked blocks behind random anchors (DFlash, arXiv 2602.06036, section 4).
-
-    A block sees the context strictly before its anchor and, in both directions, itself. The token ``k`` places
-    after the anchor weighs ``exp(-(k - 1) / decay)``: an early error costs the rest of the block.
-
-    Args:
-        rows: ``(token ids, number of prompt tokens)`` each.
-        num_anchors: blocks per row; anchors are answer positions that have a successor.
-        decay: in tokens; the paper's 7 for B = 16.
-    """
-    size, batch, width = drafter.block_size, len(rows), max(len(ids) for ids, _ in rows)
-    tokens = torch.full((batch, width + size), -100)
+    """The DFlash objective on ``(token ids, number of prompt tokens)`` rows, ``num_anchors`` blocks each."""
+    width = max(len(ids) for ids, _ in rows)
+    tokens = torch.full((len(rows), width + drafter.block_size), NO_TOKEN)
     for i, (ids, _) in enumerate(rows):
         tokens[i, : len(ids)] = torch.tensor(ids)
-    inputs = tokens[:, :width].clamp(min=0)
     with torch.no_grad():
-        hidden = target.model(inputs, output_hidden_states=True).hidden_states
+        hidden = target.model(tokens[:, :width].clamp(min=0), output_hidden_states=True).hidden_states
         features = torch.cat([hidden[i + 1] for i in drafter.target_layer_ids], dim=-1)
-    prompt_lengths = torch.tensor([n for _, n in rows])[:, None]
-    spans = torch.tensor([len(ids) for ids, _ in rows])[:, None] - 1 - prompt_lengths
-    anchors = prompt_lengths + (torch.rand(batch, num_anchors) * spans.clamp(min=1)).long()
-
-    positions = anchors[:, :, None] + torch.arange(size)  # [batch, anchors, size]
-    truth = tokens.gather(1, positions.flatten(1)).view(batch, num_anchors, size)
-    block = torch.full_like(truth, drafter.mask_token_id)
-    block[:, :, 0] = truth[:, :, 0]
-    sees_context = torch.arange(width) < anchors[:, :, None].expand(-1, -1, size).reshape(batch, -1, 1)
-    same_block = torch.arange(num_anchors).repeat_interleave(size)
-    same_block = (same_block[:, None] == same_block).expand(batch, -1, -1)
-
-    context_positions = torch.arange(width).expand(batch, -1)
-    keys, values = zip(*drafter.project_context(features, context_positions, width), strict=True)
-    states = drafter(
-        target.get_input_embeddings()(block.flatten(1)),
-        positions.flatten(1),
-        DrafterContext(list(keys), list(values), width),
-        torch.cat([sees_context, same_block], dim=2)[:, None],
-    )
-    states = states.view(batch, num_anchors, size, -1)[:, :, 1:]
-    labels = truth[:, :, 1:]
-    losses = F.cross_entropy(
-        target.lm_head(states).flatten(0, 2).float(), labels.flatten(), ignore_index=-100, reduction="none"
-    )
-    weights = torch.exp(-torch.arange(size - 1) / decay).expand_as(labels).flatten() * (labels.flatten() >= 0)
-    return (losses * weights).sum() / weights.sum()
+    prompts, lengths = torch.tensor([n for _, n in rows]), torch.tensor([len(ids) for ids, _ in rows])
+    spans = (lengths - 1 - prompts).clamp(min=1)[:, None]
+    anchors = prompts[:, None] + (torch.rand(len(rows), num_anchors) * spans).long()
+    batch = TextBatch(tokens, prompts, lengths, features)
+    return dflash_loss(
+        drafter, target.get_input_embeddings(), target.lm_head.weight, batch, anchors, decay=decay
+    ).loss  # fmt: skip
 
 
 # ---------------------------------------------------------------- card

@@ -190,19 +190,10 @@ def assemble_pair(
     # everything is located before anything heavy is read
     target_folder = None if isinstance(target, PreTrainedModel) else _locate(target, "model.target", model.revision)
     drafter_folder = None if isinstance(drafter, nn.Module) else _locate(drafter, "drafter.path", draft.revision)
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        if tokenizer is None and target_folder is None:
-            raise UserError("load_pair with a target object needs tokenizer= as well")
-        folder = _locate(tokenizer, "model.tokenizer", None) if tokenizer is not None else cast(Path, target_folder)
-        tokenizer = _guard("model.tokenizer", folder, lambda: AutoTokenizer.from_pretrained(folder))
+    tokenizer = _tokenizer(tokenizer, target_folder)
     place = resolve_device(device)
-    kind = _dtype(dtype or model.dtype)
     if target_folder is not None:
-        target = _guard(
-            "model.target",
-            target_folder,
-            lambda: load_target(target_folder, kind, model.attention),
-        )
+        target = _target(target_folder, dtype or model.dtype, model.attention)
     assert isinstance(target, PreTrainedModel)
     if drafter_folder is not None:
         drafter = _guard("drafter.path", drafter_folder, lambda: load_drafter(drafter_folder, target.dtype))
@@ -212,10 +203,41 @@ def assemble_pair(
     nn.Module.to(drafter, place)
     target_commit, drafter_commit = (None if f is None else hub_commit(f) for f in (target_folder, drafter_folder))
     commits = (target_commit, drafter_commit)
-    assert isinstance(tokenizer, PreTrainedTokenizerBase)
     pair = Pair(target.eval(), drafter.eval(), tokenizer, model.name, model.thinking, commits)
     _check_tokenizer(pair)
     return pair
+
+
+def load_target_and_tokenizer(
+    model: ModelConfig, device: str = "auto"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The target of a configuration, in evaluation mode, and its tokenizer: a pair that has no drafter yet.
+
+    Raises:
+        UserError: something cannot be found or loaded, or the target cannot roll back.
+    """
+    folder = _locate(model.target, "model.target", model.revision)
+    tokenizer = _tokenizer(model.tokenizer, folder)
+    place = resolve_device(device)
+    target = _target(folder, model.dtype, model.attention)
+    refuse_without_rollback(target)
+    nn.Module.to(target, place)
+    return target.eval(), tokenizer
+
+
+def _tokenizer(
+    source: str | Path | PreTrainedTokenizerBase | None, target_folder: Path | None
+) -> PreTrainedTokenizerBase:
+    if isinstance(source, PreTrainedTokenizerBase):
+        return source
+    if source is None and target_folder is None:
+        raise UserError("load_pair with a target object needs tokenizer= as well")
+    folder = cast(Path, target_folder) if source is None else _locate(source, "model.tokenizer", None)
+    return _guard("model.tokenizer", folder, lambda: AutoTokenizer.from_pretrained(folder))
+
+
+def _target(folder: Path, dtype: str, attention: str) -> PreTrainedModel:
+    return _guard("model.target", folder, lambda: load_target(folder, _dtype(dtype), attention))
 
 
 def _check_tokenizer(pair: Pair) -> None:

@@ -20,13 +20,16 @@ from blockpilot.errors import UserError
 _THIS_PROCESS = secrets.token_hex(4)
 
 
-def write_whole(path: Path, write: Callable[[BinaryIO], object], *, keep_existing: bool = False) -> None:
+def write_whole(
+    path: Path, write: Callable[[BinaryIO], object], *, keep_existing: bool = False, key: str = "cache_dir"
+) -> None:
     """Makes a file of a cache: beside its place, flushed to disk, then moved there.
 
     Args:
         path: its place.
         write: told the open file.
         keep_existing: whether a file that is there by then (another writer was faster) stays.
+        key: configuration key of the folder, named in errors.
 
     Raises:
         UserError: it cannot be written; the message names the file and the reason. No piece of it is left.
@@ -48,7 +51,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object], *, keep_existin
         _sync_folder(path.parent)
     except OSError as error:
         raise UserError(
-            f"cache_dir: {path} cannot be written: {error.strerror or error}; what was stored before it is kept, and "
+            f"{key}: {path} cannot be written: {error.strerror or error}; what was stored before it is kept, and "
             "the same command goes on from there"
         ) from None
 

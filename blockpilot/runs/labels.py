@@ -10,7 +10,7 @@ from functools import cached_property
 
 import torch
 
-from blockpilot.config import CollectRunConfig, project_path
+from blockpilot.config import CollectRunConfig, TrainDrafterConfig, project_path
 from blockpilot.errors import UserError
 from blockpilot.learning.datamodule import split_table
 from blockpilot.models import Pair
@@ -120,7 +120,9 @@ class Labels:
         return concatenate(train), concatenate(test)
 
 
-def read_sources(config: CollectRunConfig, splits: Sequence[str] = ("train", "test")) -> list[Source]:
+def read_sources(
+    config: CollectRunConfig | TrainDrafterConfig, splits: Sequence[str] = ("train", "test")
+) -> list[Source]:
     """Every data set's prompts, before any model is needed.
 
     Args:

@@ -23,12 +23,19 @@ RANK = {
     "metrics": 4,
     "oracle": 5,
     "learning": 6,
-    "policies": 7,
-    "report": 8,
-    "runs": 9,
+    "drafter_training": 7,
+    "policies": 8,
+    "report": 9,
+    "runs": 10,
 }
 # modules that are run or imported from outside: they may import anything, and nothing may import them
-ENTRIES = {"blockpilot.models.build_tiny", "blockpilot.cache", "blockpilot.collect", "blockpilot.profile"}
+ENTRIES = {
+    "blockpilot.models.build_tiny",
+    "blockpilot.cache",
+    "blockpilot.collect",
+    "blockpilot.profile",
+    "blockpilot.train_drafter",
+}
 CONFIGURATION = ("omegaconf", "hydra")
 
 

@@ -1,0 +1,249 @@
+"""The story of a drafter: the target answers prompts, the drafter learns from it, held-out prompts say how well."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.loggers import Logger
+from transformers import PreTrainedTokenizerBase
+
+from blockpilot.config import TrainDrafterConfig, project_path, require, to_plain
+from blockpilot.drafter_training.answers import Sampling, answers_of, self_written
+from blockpilot.drafter_training.card import Learned, Measured, card
+from blockpilot.drafter_training.data import DrafterDataModule, Steps
+from blockpilot.drafter_training.initial import copy_last_layers, new_drafter, spread_taps
+from blockpilot.drafter_training.module import DrafterModule
+from blockpilot.drafter_training.texts import Text, TextStore
+from blockpilot.drafter_training.validation import SimulatedAcceptance, in_dtype_of_target, simulated_tau
+from blockpilot.errors import UserError
+from blockpilot.learning.callbacks import LAST, MovableCheckpoint
+from blockpilot.learning.datamodule import hash_fraction
+from blockpilot.models import Pair, load_target_and_tokenizer
+from blockpilot.models.target import decoder_layers
+from blockpilot.prompts import PromptRow
+from blockpilot.report import progress_bar
+from blockpilot.runs.job import start_job
+from blockpilot.runs.labels import Source, read_sources
+from blockpilot.runs.loggers import job_logger
+from blockpilot.runs.resume import checkpoint_to_resume
+
+log = logging.getLogger(__name__)
+
+
+def train_drafter(config: TrainDrafterConfig, folder: Path, group: str | None = None) -> dict[str, Any]:
+    """Answers what is missing, trains, measures; returns what ``metrics.json`` holds.
+
+    Args:
+        config: the run's configuration. A data set's train prompts are learned from; its test prompts, where it has
+            any, are measured in the end.
+        folder: output folder, already there; gets ``drafter/`` (in the layout of z-lab checkpoints, with a model card)
+            and ``metrics.json``.
+        group: W&B group of a sweep.
+
+    Raises:
+        UserError: something in the configuration or the data cannot be used.
+    """
+    start_job(config.seed)
+    sources = read_sources(config)
+    pair = untrained_pair(config)
+    texts = known_texts(config, pair, [source for source in sources if source.split == "train"])
+    held_out, learned = split_texts([text for known in texts.values() for text in known], config)
+    log.info("%d texts to learn from, %d held out", len(learned), len(held_out))
+    with job_logger(config.logger, folder, to_plain(config), group, config.drafter_training.resume) as logger:
+        module = DrafterModule(
+            pair.drafter, pair.runner.embedding, pair.runner.head, to_plain(config.drafter_training), config.seed,
+            list(texts),
+        )  # fmt: skip
+        began = time.perf_counter()
+        validation = SimulatedAcceptance(pair, held_out)
+        steps = fit(config, folder, module, validation, learned, logger)
+        seconds = time.perf_counter() - began
+        _round(pair.drafter)
+        measured = measure(config, pair, [source for source in sources if source.split == "test"])
+        metrics = {**validation.figures(module), **tau_figures(measured)}
+        if logger is not None:
+            logger.log_metrics(metrics)
+    drafter = folder / "drafter"
+    pair.drafter.to(torch.bfloat16).save_pretrained(drafter)
+    text = card(
+        config.model.name, to_plain(config.drafter_training), sum(p.numel() for p in pair.drafter.parameters()),
+        pair.drafter.target_layer_ids, [_learned(name, known) for name, known in texts.items()], steps, seconds,
+        measured,
+    )  # fmt: skip
+    (drafter / "README.md").write_text(text, encoding="utf-8")
+    (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+    log.info("val/tau %.3f at B = %d; drafter in %s", metrics["val/tau"], pair.block_size, drafter)
+    return metrics
+
+
+@torch.no_grad()
+def _round(drafter: torch.nn.Module) -> None:
+    """Weights as they are stored, so that what is measured is what is shipped."""
+    for parameter in drafter.parameters():
+        parameter.copy_(parameter.bfloat16())
+
+
+def _learned(name: str, texts: Sequence[Text]) -> Learned:
+    return Learned(name, len(texts), sum(len(text.soft_ids) for text in texts))
+
+
+def untrained_pair(config: TrainDrafterConfig) -> Pair:
+    """The target with a new drafter.
+
+    Raises:
+        UserError: the target cannot be loaded, cannot lend first weights, or has no mask token.
+    """
+    wanted = config.drafter_training
+    target, tokenizer = load_target_and_tokenizer(config.model, config.device)
+    target.requires_grad_(False)
+    torch.manual_seed(config.seed)
+    drafter = new_drafter(
+        target,
+        block_size=wanted.block_size,
+        num_layers=wanted.num_layers,
+        target_layer_ids=spread_taps(len(decoder_layers(target)), wanted.num_taps),
+        mask_token_id=_mask_token_id(wanted.mask_token, tokenizer),
+    )
+    if wanted.initial == "target":
+        copy_last_layers(drafter, target)
+    # trained in fp32 whatever the target's dtype
+    torch.nn.Module.to(drafter, target.device)
+    return Pair(target, drafter, tokenizer, config.model.name, config.model.thinking)
+
+
+def _mask_token_id(token: str | None, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id of a token of one's own, or of the tokenizer's mask token.
+
+    Raises:
+        UserError: the tokenizer has none, or does not know ``token``.
+    """
+    if token is None:
+        found = tokenizer.mask_token_id
+        expected = "a token of the tokenizer's vocabulary that texts do not hold; the tokenizer has no mask token"
+    else:
+        found = tokenizer.get_vocab().get(token)
+        expected = "a token of the tokenizer's vocabulary that texts do not hold"
+    require(isinstance(found, int), "drafter_training.mask_token", token, expected)
+    return int(found)
+
+
+def known_texts(config: TrainDrafterConfig, pair: Pair, sources: Sequence[Source]) -> dict[str, list[Text]]:
+    """All texts to learn from and validate on, by the name of their folder; answered where they are not yet.
+
+    Raises:
+        UserError: no prompt has an answer that a block could be drafted in.
+    """
+    wanted, root = config.drafter_training, project_path(config.answers_dir)
+    groups = [(source.name, source.rows) for source in sources]
+    if wanted.self_written > 0:
+        with progress_bar("prompts of the target's own", wanted.self_written) as advance:
+            own = self_written(root, pair, wanted.self_written, config.seed, wanted.shard_size, advance)
+        groups.append(("self", own))
+    texts = {}
+    for name, rows in groups:
+        for number, temperature in enumerate(wanted.temperatures):
+            sampling = Sampling(wanted.max_new_tokens, float(temperature), config.seed + number)
+            store = _answered(config, pair, name, rows, sampling)
+            texts[store.folder.name] = [text for text in store.load() if _can_be_drafted(text)]
+    if not any(texts.values()):
+        raise UserError("dataset: no prompt got an answer of two tokens or more; expected other prompts")
+    return texts
+
+
+def _answered(
+    config: TrainDrafterConfig, pair: Pair, name: str, rows: Sequence[PromptRow], sampling: Sampling
+) -> TextStore:
+    root, size = project_path(config.answers_dir), config.drafter_training.shard_size
+    with progress_bar(f"answers to {name} at T = {sampling.temperature:g}", len(rows)) as advance:
+        return answers_of(root, name, pair, rows, sampling, size, advance)
+
+
+def _can_be_drafted(text: Text) -> bool:
+    """Whether a token follows the answer's first, which the prefill gives."""
+    return len(text.tokens) > text.prompt_length + 1
+
+
+def split_texts(texts: Sequence[Text], config: TrainDrafterConfig) -> tuple[list[Text], list[Text]]:
+    """Texts held out by a hash of their prompt's id (all answers to it, all turns), and the others.
+
+    Raises:
+        UserError: one of the parts is empty.
+    """
+    share = config.drafter_training.validation_share
+    out = [hash_fraction(text.id.split("#")[0], f"{config.seed}/drafter") < share for text in texts]
+    parts = [[text for text, inside in zip(texts, out, strict=True) if inside is wanted] for wanted in (True, False)]
+    require(
+        all(parts), "drafter_training.validation_share", share, f"a share that leaves both parts of {len(texts)} texts"
+    )
+    return parts[0], parts[1]
+
+
+def fit(
+    config: TrainDrafterConfig,
+    folder: Path,
+    module: DrafterModule,
+    validation: SimulatedAcceptance,
+    learned: Sequence[Text],
+    logger: Logger | None,
+) -> int:
+    """Trains; the module's drafter then has the weights of the last step, whose number is returned.
+
+    Raises:
+        UserError: training diverged, or the checkpoint to go on from is of another configuration.
+    """
+    wanted, checkpoints = config.drafter_training, folder / "checkpoints"
+    steps = Steps(learned, wanted.block_size, wanted.soft_weight > 0, wanted.batch_size, config.seed)
+    on_gpu = module.drafter.device.type == "cuda"
+    trainer = lightning.Trainer(
+        max_steps=wanted.max_steps,
+        max_epochs=-(-wanted.max_steps // wanted.steps_per_validation),
+        accelerator="gpu" if on_gpu else "cpu",
+        devices=[module.drafter.device.index or 0] if on_gpu else 1,
+        precision="bf16-mixed" if on_gpu else "32-true",
+        gradient_clip_val=1.0,
+        reload_dataloaders_every_n_epochs=1,
+        callbacks=[
+            validation,
+            MovableCheckpoint(dirpath=checkpoints, filename=LAST.removesuffix(".ckpt"), enable_version_counter=False),
+            RichProgressBar(),
+        ],
+        logger=logger or False,
+        default_root_dir=folder,
+        log_every_n_steps=10,
+        num_sanity_val_steps=0,
+        enable_model_summary=False,
+    )
+    last = checkpoint_to_resume(checkpoints, module.hparams) if wanted.resume else None
+    trainer.fit(
+        module, datamodule=DrafterDataModule(steps, wanted.max_steps, wanted.steps_per_validation), ckpt_path=last
+    )
+    if not all(bool(torch.isfinite(p).all()) for p in module.parameters()):
+        raise UserError(f"training diverged; drafter_training.learning_rate={wanted.learning_rate} may be too large")
+    return trainer.global_step
+
+
+def measure(config: TrainDrafterConfig, pair: Pair, sources: Sequence[Source]) -> list[Measured]:
+    """Acceptance lengths on test prompts at T = 0, by block sizes from 2 to 2 B, in the target's dtype."""
+    found = []
+    sampling = Sampling(config.drafter_training.max_new_tokens, 0.0, config.seed)
+    sizes = range(2, 2 * pair.block_size + 1)
+    for source in sources:
+        texts = list(filter(_can_be_drafted, _answered(config, pair, source.name, source.rows, sampling).load()))
+        if texts:
+            tau = simulated_tau(in_dtype_of_target(pair), texts, sizes)
+            means = {b: sum(one[b] for one in tau) / len(tau) for b in sizes}
+            found.append(Measured(source.name, len(texts), sum(len(text.soft_ids) for text in texts), means))
+    return found
+
+
+def tau_figures(measured: Sequence[Measured]) -> dict[str, float]:
+    """``test/tau_b<size>/<source>`` of everything measured."""
+    return {f"test/tau_b{b}/{one.name}": value for one in measured for b, value in one.tau.items()}
