@@ -24,6 +24,7 @@ from blockpilot.config import (
     ProfileRunConfig,
     PromptSource,
     TrainConfig,
+    TrainDrafterConfig,
     load_preset,
     preset_names,
     to_dataclass,
@@ -31,11 +32,12 @@ from blockpilot.config import (
 from blockpilot.errors import UserError
 from blockpilot.prompts import load_prompts
 
-SCHEMAS: dict[str, type[CollectRunConfig] | type[ProfileRunConfig]] = {
+SCHEMAS: dict[str, type[CollectRunConfig] | type[ProfileRunConfig] | type[TrainDrafterConfig]] = {
     "collect": CollectRunConfig,
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
     "profile": ProfileRunConfig,
+    "train_drafter": TrainDrafterConfig,
 }
 WITH_DATA = ("collect", "train", "evaluate")
 SHARED = {"model", "drafter", "dataset", "hydra"}
@@ -44,6 +46,7 @@ GROUPS = {
     "train": SHARED | {"predictor", "preprocess", "objective", "trainer", "logger", "sweep"},
     "evaluate": SHARED | {"policy", "logger"},
     "profile": SHARED - {"dataset"},
+    "train_drafter": (SHARED - {"drafter"}) | {"drafter_training", "logger"},
 }
 # an optional extra brings what these are made of
 EXTRAS = {("sweep", "optuna"): ("hydra_plugins.hydra_optuna_sweeper", "needs the extra optuna")}
@@ -90,7 +93,7 @@ def test_no_file_is_left_untested() -> None:
     # what dataset means for a model when nobody says; reached by choosing the model
     tested |= {f"dataset/default/{name}" for name in preset_names("model")}
     # and what a predictor needs less of for a small model
-    tested |= {"predictor/fit/tiny"}
+    tested |= {"predictor/fit/tiny", *(f"drafter_training/fit/{name}" for name in preset_names("drafter_training/fit"))}
     assert files == tested
 
 
@@ -100,7 +103,8 @@ def test_preset_composes_and_validates(command: str, group: str, name: str) -> N
         module, reason = EXTRAS[group, name]
         pytest.importorskip(module, reason=reason)
     choice = f"+{group}={name}" if group == "sweep" else f"{group}={name}"
-    config = configured(command, choice, *REQUIRED.get((group, name), []))
+    required = [key for key in REQUIRED.get((group, name), []) if key.split(".")[0] in composed(command)]
+    config = configured(command, choice, *required)
     if group in ("model", "drafter", "policy", "objective"):
         assert getattr(config, group).name == name
     if group in ("preprocess", "logger"):
@@ -144,8 +148,8 @@ def test_the_defaults_are_the_embedded_pair() -> None:
 def test_yaml_says_what_the_types_say(command: str) -> None:
     """A value left out of the YAML, or one that differs from the documented default, is a second truth."""
     config = configured(command, *(["policy=fixed"] if command == "evaluate" else []))
-    data = {"dataset": config.dataset} if command in WITH_DATA else {}
-    defaults = SCHEMAS[command](model=config.model, drafter=config.drafter, **data)
+    required = {name: getattr(config, name) for name in ("model", "drafter", "dataset") if name in composed(command)}
+    defaults = SCHEMAS[command](**required)
     if isinstance(defaults, EvaluateConfig):
         defaults.policy = config.policy
     if isinstance(defaults, TrainConfig):  # the one value that follows the model
@@ -163,6 +167,11 @@ def test_yaml_says_what_the_types_say(command: str) -> None:
 )
 def test_the_predictors_width_follows_the_model_unless_told(overrides: list[str], width: int) -> None:
     assert configured("train", *overrides).predictor.width == width
+
+
+@pytest.mark.parametrize("name", preset_names("drafter_training/fit"))
+def test_the_drafter_that_is_trained_follows_the_model(name: str) -> None:
+    assert configured("train_drafter", f"model={name}").drafter_training != configured("train_drafter").drafter_training
 
 
 # --- the drafter and the data set follow the model

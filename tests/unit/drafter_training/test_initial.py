@@ -33,9 +33,7 @@ def test_layers_read_and_write_states_as_the_targets_last_ones_do(kind):
     unit = states / states.square().mean(dim=-1, keepdim=True).sqrt()
     for ours, theirs in zip(drafter.layers, target.model.layers[-2:], strict=True):
         for name in ("q_proj", "k_proj", "v_proj"):
-            wanted = torch.nn.functional.linear(
-                theirs.input_layernorm(states), getattr(theirs.self_attn, name).weight
-            )
+            wanted = torch.nn.functional.linear(theirs.input_layernorm(states), getattr(theirs.self_attn, name).weight)
             # by way of the layer's own norm, and of the context's
             for normed in (ours.input_layernorm(states), drafter.hidden_norm(unit)):
                 found = getattr(ours.self_attn, name)(normed)

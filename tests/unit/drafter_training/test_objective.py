@@ -73,9 +73,7 @@ def test_the_loss_is_the_weighted_mean_of_the_places_that_have_a_token(pair, bat
 def test_occurring_tokens_are_all_that_the_loss_compares(pair, batch):
     anchors = torch.tensor([[5], [9], [7]])
     head = pair.runner.head.weight
-    found = dflash_loss(
-        pair.drafter, pair.runner.embedding, head, batch, anchors, decay=3.0, occurring_only=True
-    ).loss
+    found = dflash_loss(pair.drafter, pair.runner.embedding, head, batch, anchors, decay=3.0, occurring_only=True).loss
     _, positions = block_states(pair.drafter, pair.runner.embedding, batch, anchors)
     labels = batch.tokens_RT.gather(1, positions.flatten(1))
     rest = torch.ones(len(head), dtype=torch.bool)
@@ -90,9 +88,7 @@ def test_occurring_tokens_are_all_that_the_loss_compares(pair, batch):
 
 
 def _with_soft_labels(batch: TextBatch, ids: torch.Tensor, probs: torch.Tensor) -> TextBatch:
-    return TextBatch(
-        batch.tokens_RT, batch.prompt_lengths_R, batch.lengths_R, batch.features_RTF, ids, probs
-    )
+    return TextBatch(batch.tokens_RT, batch.prompt_lengths_R, batch.lengths_R, batch.features_RTF, ids, probs)
 
 
 @pytest.mark.parametrize("occurring_only", [False, True])

@@ -92,5 +92,5 @@ def test_the_manifest_is_plain_text(store):
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="answers_dir: .* cannot be made"):
+    with pytest.raises(UserError, match=r"answers_dir: .* cannot be made"):
         TextStore(tmp_path / "file" / "texts", KEY, 5, 2)
