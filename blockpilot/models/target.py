@@ -21,7 +21,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from blockpilot.errors import UserError
 from blockpilot.models.kv_cache import KVCache, RaggedKVCache, StaticKVCache
@@ -68,7 +68,7 @@ class TargetRunner:
         self._agrees: dict[torch.dtype, bool] = {}
         self.layer_ids = tuple(layer_ids)
         self._look()
-        refuse_without_rollback(model)
+        refuse_without_rollback(model.config, type(model))
         beyond = [i for i in self.layer_ids if not 0 <= i < len(self.layers)]
         if beyond:
             raise UserError(
@@ -275,21 +275,27 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     return layers
 
 
-def refuse_without_rollback(model: PreTrainedModel) -> None:
+def refuse_without_rollback(config: PretrainedConfig, kind: type[PreTrainedModel]) -> None:
     """Rejected drafts must be forgotten: only layers with full attention can.
 
+    Args:
+        config: the model's own.
+        kind: the model's class.
+
     Raises:
-        UserError: the configuration has sliding-window or recurrent layers; the message names them.
+        UserError: it has sliding-window or recurrent layers; the message names the model and them.
     """
-    config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None and getattr(config, "sliding_window", None) is not None:
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
+    if kinds is None and getattr(text, "sliding_window", None) is not None:
         kinds = ["sliding_attention"]
     other = sorted(set(kinds or []) - {"full_attention"})
-    if config.model_type == "mistral" and config.sliding_window is not None:
+    if text.model_type == "mistral" and text.sliding_window is not None:
         other = ["sliding_attention"]  # it slides whatever its layer_types say
+    if not other and getattr(kind, "_is_stateful", False):
+        other = ["recurrent"]
     if other:
         raise UserError(
-            f"{type(model).__name__} has {', '.join(other)} layers, which cannot forget rejected tokens; "
-            "expected full_attention in every layer"
+            f"{kind.__name__} has {', '.join(other)} layers, which cannot forget rejected tokens; expected "
+            f"full_attention in every layer of a target (this one's model_type is {text.model_type})"
         )

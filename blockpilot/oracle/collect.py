@@ -187,6 +187,8 @@ def _provenance(pair: Pair) -> dict[str, str]:
     facts["python"] = platform.python_version()
     facts["device"] = _device_name(pair.device)
     facts["git_commit"] = git_commit()
+    if pair.origin is not None:
+        facts["target"] = pair.origin
     return facts
 
 
