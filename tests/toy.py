@@ -133,7 +133,8 @@ def make_drafter(
     config = Qwen3Config(
         vocab_size=of.vocab_size, hidden_size=of.hidden_size, intermediate_size=of.hidden_size,
         num_hidden_layers=layers, num_attention_heads=of.num_attention_heads,
-        num_key_value_heads=kv_heads or of.num_key_value_heads, head_dim=of.head_dim,
+        num_key_value_heads=kv_heads or of.num_key_value_heads,
+        head_dim=getattr(of, "head_dim", None) or of.hidden_size // of.num_attention_heads,
         max_position_embeddings=max_positions or of.max_position_embeddings,
         bos_token_id=None, eos_token_id=None, pad_token_id=None, tie_word_embeddings=False,
         **({

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import re
+from functools import cache
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
@@ -16,7 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from blockpilot.config import project_path
 from blockpilot.errors import UserError
-from blockpilot.models import gguf
+from blockpilot.models.convert_gguf import SUFFIX, converted
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +50,16 @@ def locate(source: str, *, key: str, revision: str | None = None) -> Path:
             errors.append(error)
             continue
         if errors:
-            log.warning("%s; taking %s, whose weights are others", "; ".join(map(str, errors)), one)
+            _say_once(f"{'; '.join(map(str, errors))}; taking {one}, whose weights are others")
         return folder
     hint = f"to use a local copy set {key}=/path/to/folder"
     raise UserError("; ".join([*map(str, errors), *([hint] if any(type(e) is _NotFromHub for e in errors) else [])]))
+
+
+@cache
+def _say_once(message: str) -> None:
+    """A command looks for its models first, and again when it loads them."""
+    log.warning(message)
 
 
 class _NotFromHub(UserError):
@@ -66,12 +73,12 @@ def _locate_one(source: str, key: str, revision: str | None) -> Path:
             raise UserError(f"{key}={source!r}: the package has no folder {source.removeprefix(PACKAGE_PREFIX)!r}")
         return folder
     if source.startswith(INSTALLED_PREFIX):
-        return gguf.converted(_installed(source, key), key=key)
+        return converted(_installed(source, key), key=key)
     folder = project_path(source)
     if folder.is_dir():
         return folder
-    if folder.suffix == gguf.SUFFIX and folder.is_file():
-        return gguf.converted(folder, key=key)
+    if folder.suffix == SUFFIX and folder.is_file():
+        return converted(folder, key=key)
     try:
         return Path(snapshot_download(source, revision=revision, allow_patterns=_FILES, local_files_only=True))
     except HFValidationError:
@@ -85,9 +92,7 @@ def _installed(source: str, key: str) -> Path:
     package, _, name = source.removeprefix(INSTALLED_PREFIX).partition("/")
     package, _, version = package.partition("@")
     if not (package and name):
-        raise UserError(
-            f"{key}={source!r} is not allowed; expected {INSTALLED_PREFIX}PACKAGE@VERSION/FILE{gguf.SUFFIX}"
-        )
+        raise UserError(f"{key}={source!r} is not allowed; expected {INSTALLED_PREFIX}PACKAGE@VERSION/FILE{SUFFIX}")
     try:
         found = importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:

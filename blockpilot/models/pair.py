@@ -27,8 +27,8 @@ from transformers import (
 
 from blockpilot.config import DTYPES, DrafterConfig, ModelConfig, check_device, load_preset, require
 from blockpilot.errors import UserError
+from blockpilot.models.convert_gguf import ORIGIN
 from blockpilot.models.drafter import DFlashDrafter
-from blockpilot.models.gguf import ORIGIN
 from blockpilot.models.locate import hub_commit, locate
 from blockpilot.models.target import TargetRunner, decoder_layers, refuse_without_rollback
 
@@ -275,7 +275,7 @@ def load_target(folder: Path, dtype: str | torch.dtype, attention: str) -> PreTr
     config = AutoConfig.from_pretrained(folder)
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kind is not None:
-        refuse_without_rollback(config, kind)
+        refuse_without_rollback(config, cast(type[PreTrainedModel], kind))
     loaded = AutoModelForCausalLM.from_pretrained(
         folder, config=config, dtype=dtype, attn_implementation=attention, output_loading_info=True
     )

@@ -67,8 +67,8 @@ class TargetRunner:
         """The lean forward of the prompt at hand."""
         self._agrees: dict[torch.dtype, bool] = {}
         self.layer_ids = tuple(layer_ids)
-        self._look()
         refuse_without_rollback(model.config, type(model))
+        self._look()
         beyond = [i for i in self.layer_ids if not 0 <= i < len(self.layers)]
         if beyond:
             raise UserError(

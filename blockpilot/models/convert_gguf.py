@@ -113,7 +113,7 @@ def _look_into(file: Path) -> tuple[str, str | None]:
     Raises:
         UserError: the model scales its rotary embedding, which ``transformers`` leaves out without a word.
     """
-    from gguf import GGUFReader
+    from gguf import GGUFReader  # pyright: ignore[reportMissingImports]
 
     reader = GGUFReader(file)
     kinds: Counter[str] = Counter()

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from blockpilot.errors import UserError
-from blockpilot.models import gguf as conversion
+from blockpilot.models import convert_gguf as conversion
 from blockpilot.models import load_pair
 from blockpilot.models.locate import locate
 from blockpilot.models.pair import load_target
@@ -274,7 +274,7 @@ def test_a_second_process_waits_for_the_first(tmp_path: Path, models: Path) -> N
     ],
     ids=str,
 )
-def test_what_the_reader_would_pass_over_is_refused(tmp_path: Path, options: dict[str, str], message: str) -> None:
+def test_what_the_reader_would_pass_over_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     assert message in error_of(write(tmp_path / "toy.gguf", small(), **options))
 
 
