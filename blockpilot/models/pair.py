@@ -235,7 +235,6 @@ def load_target_and_tokenizer(
     tokenizer = _tokenizer(model.tokenizer, folder)
     place = resolve_device(device)
     target = _target(folder, model.dtype, model.attention)
-    refuse_without_rollback(target)
     nn.Module.to(target, place)
     return target.eval(), tokenizer
 
