@@ -64,7 +64,11 @@ def complaint(name: str, other: str) -> str | None:
     rank = RANK[name.split(".")[1]]
     root, *parts = other.split(".")
     if root in ("omegaconf", "hydra"):
-        return "belongs to blockpilot.config" if rank < RANK["runs"] and name != "blockpilot.config" else None
+        return (
+            "belongs to blockpilot.config.compose"
+            if rank < RANK["runs"] and name != "blockpilot.config.compose"
+            else None
+        )
     if root != "blockpilot":
         return None
     if not parts or any(f"{other}.".startswith(f"{entry}.") for entry in ENTRIES):
@@ -108,8 +112,8 @@ def test_imports_point_one_way() -> None:
         ("runs/train.py", "from blockpilot.models.build_tiny import build", "is an entry"),
         ("runs/train.py", "import blockpilot as bp", "is an entry"),
         ("runs/train.py", "from blockpilot import load_pair", "from blockpilot/__init__.py"),
-        ("learning/module.py", "from omegaconf import OmegaConf", "belongs to blockpilot.config"),
-        ("learning/module.py", "def f():\n    import hydra.utils", "belongs to blockpilot.config"),
+        ("learning/module.py", "from omegaconf import OmegaConf", "belongs to blockpilot.config.compose"),
+        ("learning/module.py", "def f():\n    import hydra.utils", "belongs to blockpilot.config.compose"),
         ("misc.py", "", "no place in the order"),
     ],
 )
@@ -126,7 +130,7 @@ def test_a_wrong_import_is_found(tmp_path: Path, module: str, text: str, expecte
     ("module", "text"),
     [
         ("runs/train.py", "from hydra.core.hydra_config import HydraConfig\nfrom blockpilot.report import tables"),
-        ("config.py", "from omegaconf import OmegaConf\nfrom blockpilot.errors import UserError"),
+        ("config/compose.py", "from omegaconf import OmegaConf\nfrom blockpilot.errors import UserError"),
         ("models/pair.py", "from . import drafter\nfrom .drafter import X\nfrom blockpilot.models import target"),
         ("models/build_tiny.py", "from blockpilot.runs import train"),
         ("__init__.py", "from blockpilot.decoding.engine import generate"),
