@@ -93,7 +93,7 @@ def test_no_file_is_left_untested() -> None:
     # what dataset means for a model when nobody says; reached by choosing the model
     tested |= {f"dataset/default/{name}" for name in preset_names("model")}
     # and what a predictor needs less of for a small model
-    tested |= {"predictor/fit/tiny", *(f"drafter_training/fit/{name}" for name in preset_names("drafter_training/fit"))}
+    tested |= {f"{group}/{name}" for group in ("predictor/fit", "drafter_training/fit") for name in preset_names(group)}
     assert files == tested
 
 
@@ -163,7 +163,13 @@ def test_yaml_says_what_the_types_say(command: str) -> None:
 
 @pytest.mark.parametrize(
     ("overrides", "width"),
-    [([], 256), (["model=qwen3-8b"], 2048), (["predictor.width=512"], 512), (["model=tiny", "predictor=mlp"], 256)],
+    [
+        ([], 256),
+        (["model=smollm2-135m"], 256),
+        (["model=qwen3-8b"], 2048),
+        (["predictor.width=512"], 512),
+        (["model=tiny", "predictor=mlp"], 256),
+    ],
 )
 def test_the_predictors_width_follows_the_model_unless_told(overrides: list[str], width: int) -> None:
     assert configured("train", *overrides).predictor.width == width

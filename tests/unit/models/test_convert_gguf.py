@@ -15,11 +15,14 @@ from huggingface_hub.utils import WeakFileLock
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from blockpilot.config import CollectConfig, GenerationConfig, OracleConfig
 from blockpilot.errors import UserError
 from blockpilot.models import convert_gguf as conversion
 from blockpilot.models import load_pair
 from blockpilot.models.locate import locate
 from blockpilot.models.pair import load_target
+from blockpilot.oracle.collect import open_cache
+from blockpilot.prompts import PromptRow
 from tests.toy import make_drafter, make_target
 
 gguf = pytest.importorskip("gguf", reason="needs the extra gguf")
@@ -195,6 +198,16 @@ def test_quantisation_is_part_of_the_identity_and_the_files_name_is_not(tmp_path
     assert identities[0] != identities[1]
     assert [text.split(" ")[1] for text in identities] == ["F32", "Q4_1"]
     assert pairs[1].origin is not None and pairs[1].origin.startswith("True.gguf sha256:")
+    cache = open_cache(
+        tmp_path,
+        "toy",
+        pairs[1],
+        [PromptRow("a", "b", ("hello",))],
+        GenerationConfig(),
+        OracleConfig(),
+        CollectConfig(),
+    )
+    assert cache.manifest["provenance"]["target"] == pairs[1].origin
     moved = packed.rename(tmp_path / "moved.gguf")
     assert load_pair(target=moved, drafter=drafter, device="cpu").identity == pairs[1].identity
 
