@@ -3,7 +3,7 @@
 Knows a pair and the rules; nothing of policies. :class:`Rounds` addresses its caches by slices and runs everywhere;
 :mod:`blockpilot.decoding.static` makes the same round of one shape, for CUDA graphs.
 
-Shapes: N positions of the block, F tapped features.
+Shapes: N positions of the block, F tapped features, W draft vocabulary (the target's unless the drafter has its own).
 """
 
 from __future__ import annotations
@@ -112,8 +112,9 @@ class Rounds:
         if width == 1:
             return self._commit(self._step(1)), 1
         scores = self.propose(width)[0]
-        drafts = most_likely(scores)
-        verified = trim(drafted_probs(scores, drafts))
+        best = most_likely(scores)
+        verified = trim(drafted_probs(scores, best))
+        drafts = self.pair.drafter.target_ids(best)
         return self._commit(self._check(torch.cat([self.anchor, drafts[: verified - 1]])[None])), verified
 
     def seen(self, name: str) -> Tensor:
@@ -136,17 +137,18 @@ class Rounds:
 
     def draft(self, width: int) -> Tensor:
         """The anchor and the drafter's tokens for the positions behind it, int64 ``[1, width]``."""
-        return torch.cat([self.anchor[None], most_likely(self.propose(width))], dim=1)
+        drafts = self.pair.drafter.target_ids(most_likely(self.propose(width)))
+        return torch.cat([self.anchor[None], drafts], dim=1)
 
     def propose(self, width: int) -> Tensor:
-        """The drafter's logits for the positions behind the anchor, ``[1, width - 1, V]``."""
+        """The drafter's logits for the positions behind the anchor, ``[1, width - 1, W]``."""
         assert self.context is not None
         pair, anchor = self.pair, self.cache.length
         ids = self.anchor.new_full((1, width), pair.mask_token_id)
         ids[:, :1] = self.anchor
         positions = torch.arange(anchor, anchor + width, device=pair.device)[None]
-        states = pair.drafter(pair.runner.embed(ids), positions, self.context)
-        return pair.runner.logits(states[:, 1:])
+        states = pair.drafter(pair.draft_embeddings(ids), positions, self.context)
+        return pair.draft_logits(states[:, 1:])
 
     def verify(self, block_1N: Tensor) -> TargetOutput:
         """The target's pass over the block."""
@@ -202,8 +204,8 @@ def drafted_probs(scores: Tensor, drafts: Tensor) -> Tensor:
     """The drafter's softmax probability (temperature 1) of each token it drafted, fp32.
 
     Args:
-        scores: the drafter's logits, ``[..., V]``.
-        drafts: token ids, int64 ``[...]``.
+        scores: the drafter's logits, ``[..., W]``.
+        drafts: ids in the drafter's own vocabulary, int64 ``[...]``.
     """
     return scores.float().softmax(dim=-1).gather(-1, drafts[..., None]).squeeze(-1)
 

@@ -7,7 +7,7 @@ one, which is how they are tested.
 
 Knows a pair and the rules; nothing of policies. Needs a target with a lean forward.
 
-Shapes: N positions of the block, F tapped features.
+Shapes: N positions of the block, F tapped features, W draft vocabulary.
 """
 
 from __future__ import annotations
@@ -151,16 +151,16 @@ class StaticRounds(Rounds):
         return self.work.seen[name]
 
     def propose(self, width: int) -> Tensor:
-        """The drafter's logits for the positions behind the anchor, ``[1, width - 1, V]``."""
+        """The drafter's logits for the positions behind the anchor, ``[1, width - 1, W]``."""
         work, pair = self.work, self.pair
         positions = self._place(width)
         ids = self.anchor.new_full((1, width), pair.mask_token_id)
         ids[:, :1] = self.anchor
         # every place sees the context before the anchor and the whole block
         seen = torch.arange(work.context.window, device=pair.device) <= positions[-1]
-        mask = pair.runner.additive(seen).expand(width, -1)
-        states = pair.drafter(pair.runner.embed(ids), positions[None], work.context, mask)
-        return pair.runner.logits(states[:, 1:])
+        mask = seen.expand(width, -1)
+        states = pair.drafter(pair.draft_embeddings(ids), positions[None], work.context, mask)
+        return pair.draft_logits(states[:, 1:])
 
     def verify(self, block_1N: Tensor) -> TargetOutput:
         """The target's pass over the block."""

@@ -311,7 +311,7 @@ def build_drafter(
     """Trains the drafter with the DFlash objective on the target's answers."""
     folder = work / "drafter"
     if (folder / "model.safetensors").exists():
-        return DFlashDrafter.from_pretrained(folder, dtype=torch.float32).eval()
+        return DFlashDrafter.from_pretrained(folder, dtype=torch.float32)
     torch.manual_seed(recipe.seed)
     dflash: dict[str, Any] = {
         "block_size": 16,

@@ -1,16 +1,17 @@
 """The DFlash drafter: a block-diffusion model that fills a block of masks in one forward pass.
 
-Knows its own weights, the context keys and values it keeps, and nothing of targets, caches on disk or
-acceptance rules. State-dict keys and configuration keys are those of the published z-lab checkpoints,
-so those load unchanged. Architecture: DFlash, arXiv 2602.06036.
+Knows its own weights, what each of its layers sees, the context keys and values it keeps, and nothing of targets,
+caches on disk or acceptance rules. State-dict keys and configuration keys are those of the published z-lab checkpoints;
+:mod:`blockpilot.models.checkpoints` reads these and other layouts. Architecture: DFlash, arXiv 2602.06036.
 
-Shapes: B prompts, T context positions, Q block positions, D hidden size, H key/value heads, E head size,
-F tapped features (number of tapped layers x D).
+Shapes: B prompts, T context positions, Q block positions, S keys a block attends to, D hidden size, H key/value heads,
+E head size, F tapped features (number of tapped layers x D).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
@@ -18,16 +19,41 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
-from blockpilot.errors import UserError
-from blockpilot.models.lean import DenseLayer, Linear, Norm, Rotary, attend
+from blockpilot.errors import UserError, brief, integer, integers
+from blockpilot.models.checkpoints import check_layer_types, check_weights, read_checkpoint
+from blockpilot.models.lean import ROPES, DenseLayer, Linear, Norm, Rotary, attend
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Which keys a layer's queries see, by how far apart their positions are. As in ``dflash`` 0.1.0's attention mask.
+
+    A plain DFlash layer sees everything before and in its block. A causal one does not look behind a query, and a
+    window of W sees the distances below W, on both sides where it is not causal.
+    """
+
+    window: int | None = None
+    causal: bool = False
+
+    @property
+    def is_all(self) -> bool:
+        """Whether nothing is hidden, so that no mask is needed."""
+        return self.window is None and not self.causal
+
+    def seen(self, queries_BQ: Tensor, keys_BS: Tensor) -> Tensor:
+        """Boolean ``[B, 1, Q, S]`` of the positions of queries and keys."""
+        behind = queries_BQ[:, :, None] - keys_BS[:, None]
+        seen = behind >= 0 if self.causal or self.window is None else behind > -self.window
+        return (seen if self.window is None else seen & (behind < self.window))[:, None]
 
 
 @dataclass
 class DrafterContext:
     """Projected keys and values of context positions, one pair per drafter layer.
 
-    ``keys[layer]`` and ``values[layer]`` are ``[B, H, capacity, E]``; the first ``length`` positions are
-    valid (or, for a batch of uneven prompts, as many as the caller's mask shows). What lies behind is scratch.
+    ``keys[layer]`` and ``values[layer]`` are ``[B, H, capacity, E]``, a slot for each position from 0 on; the first
+    ``length`` are valid (or, for a batch of uneven prompts, as many as the caller's mask shows). What lies behind is
+    scratch.
     """
 
     keys: list[Tensor]
@@ -58,6 +84,14 @@ class DrafterContext:
             return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
         keys, values = self.keys[layer][:, :, : self.length], self.values[layer][:, :, : self.length]
         return torch.cat([keys, keys_BHQE], dim=2), torch.cat([values, values_BHQE], dim=2)
+
+    def key_positions(self, positions_BQ: Tensor) -> Tensor:
+        """Positions of what :meth:`join` returns for a block at ``positions``, int64 ``[B, S]``."""
+        return torch.cat([self._slots(self.length, positions_BQ), positions_BQ], dim=1)
+
+    @staticmethod
+    def _slots(count: int, positions_BQ: Tensor) -> Tensor:
+        return torch.arange(count, device=positions_BQ.device).expand(len(positions_BQ), -1)
 
     def reserve(self, positions: int) -> None:
         """Makes room for so many positions; what is stored stays."""
@@ -91,6 +125,10 @@ class StaticContext(DrafterContext):
         self.store(layer, keys_BHQE, values_BHQE)
         return self.keys[layer][:, :, : self.window], self.values[layer][:, :, : self.window]
 
+    def key_positions(self, positions_BQ: Tensor) -> Tensor:
+        """Those of the window's slots."""
+        return self._slots(self.window, positions_BQ)
+
 
 @dataclass
 class SharedContext(DrafterContext):
@@ -121,6 +159,10 @@ class SharedContext(DrafterContext):
         """Keys and values a pass attends to: its own, then the context's, each ``[R, H, Q + length, E]``."""
         return self._in_front(self.keys[layer], keys_BHQE), self._in_front(self.values[layer], values_BHQE)
 
+    def key_positions(self, positions_BQ: Tensor) -> Tensor:
+        """The block's own, then the context's."""
+        return torch.cat([positions_BQ, self._slots(self.length, positions_BQ)], dim=1)
+
     def _in_front(self, kept: Tensor, own: Tensor) -> Tensor:
         assert self.rows is not None
         width, end = own.shape[2], self.scratch + self.length
@@ -132,7 +174,7 @@ class SharedContext(DrafterContext):
 
 
 class DFlashAttention(nn.Module):
-    """Weights of attention to the context and, in both directions, to the own block."""
+    """Weights of attention to the context and to the own block."""
 
     def __init__(self, config: Qwen3Config):
         super().__init__()
@@ -183,32 +225,80 @@ class DrafterWeights:
 class DFlashDrafter(PreTrainedModel):
     """The drafter of DFlash: target hidden states in, hidden states of a filled block out.
 
-    It has neither embedding nor head: both are the target's. ``config`` is a ``Qwen3Config`` that also holds
-    ``block_size``, ``num_target_layers`` and ``dflash_config`` with ``mask_token_id`` and ``target_layer_ids``.
+    ``config`` is a ``Qwen3Config`` that also holds ``block_size``, ``num_target_layers`` and ``dflash_config`` with
+    ``mask_token_id`` and ``target_layer_ids``. Embedding and head are the target's, unless the drafter has its own:
+    ``embed_tokens`` (``own_embeddings``), and ``lm_head`` over ``draft_vocab_size`` draft tokens, of which token ``i``
+    is the target's ``i + d2t[i]``.
 
     Raises:
-        UserError: a DFlash key is missing from ``config``, or it asks for what this class does not do
-            (sliding-window layers, causal blocks).
+        UserError: a DFlash key is missing from ``config`` or has a value it cannot have, or it asks for what this class
+            does not do.
     """
 
     config_class = Qwen3Config
     base_model_prefix = "drafter"
     _no_split_modules: ClassVar[list[str]] = ["DFlashLayer"]
     _supports_sdpa = True
+    d2t: Tensor | None
 
     def __init__(self, config: Qwen3Config):
         super().__init__(config)
-        self.block_size = int(_required(config, "block_size"))
-        self.mask_token_id = int(_required(config, "mask_token_id"))
+        self.block_size = integer("block_size", _required(config, "block_size"))
+        self.mask_token_id = integer("mask_token_id", _required(config, "mask_token_id"))
         self.target_layer_ids = _target_layer_ids(config)
+        _check_sizes(config)
         _refuse_unsupported(config)
+        self.sights = _sights(config)
         self.layers = nn.ModuleList([DFlashLayer(config) for _ in range(config.num_hidden_layers)])
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.fc = nn.Linear(len(self.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        rows, vocab_size = getattr(config, "draft_vocab_size", None), config.vocab_size
+        own_embeddings = getattr(config, "own_embeddings", False)
+        self.embed_tokens = nn.Embedding(vocab_size, config.hidden_size) if own_embeddings else None
+        self.lm_head = None if rows is None else nn.Linear(config.hidden_size, rows, bias=False)
+        mapped = rows is not None and rows != vocab_size
+        self.register_buffer("d2t", torch.zeros(rows, dtype=torch.int64) if mapped else None)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.post_init()
         self._rotary: Rotary | None = None
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]  # the library's own takes much that may unpickle or run code
+        cls, folder: str | Path, *, dtype: torch.dtype | None = None
+    ) -> DFlashDrafter:
+        """A drafter from a local folder with ``config.json`` and safetensors, in any layout that is known.
+
+        Args:
+            folder: see :mod:`blockpilot.models.checkpoints`.
+            dtype: of its weights; None takes them as they are stored.
+
+        Raises:
+            UserError: a file is missing or broken, its configuration cannot be used, or its weights do not fit it.
+        """
+        checkpoint = read_checkpoint(Path(folder))
+        with torch.device("meta"):
+            drafter = cls(checkpoint.config)
+        check_weights(drafter.state_dict(), checkpoint.weights)
+        weights = {
+            name: weight.to(dtype) if weight.is_floating_point() else weight.to(torch.int64)
+            for name, weight in checkpoint.weights.items()
+        }
+        drafter.load_state_dict(weights, assign=True)
+        # its tables are no weights: what was made on the meta device holds nothing
+        drafter.rotary_emb = Qwen3RotaryEmbedding(checkpoint.config)
+        return drafter.eval()
+
+    def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:  # type: ignore[override]
+        """Writes a folder in the z-lab layout, which other engines read; ``options`` are those of ``transformers``."""
+        super().save_pretrained(save_directory, **options)
+        # the library names the class it saves, readers look for the published one
+        self.config.architectures = ["DFlashDraftModel"]
+        self.config.save_pretrained(save_directory)
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """The target's ids of draft tokens, int64 of the same shape."""
+        return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
 
     @property
     def rotary(self) -> Rotary:
@@ -272,22 +362,35 @@ class DFlashDrafter(PreTrainedModel):
             positions_BQ: absolute position of each.
             context: keys and values of the positions before the anchors; read up to ``context.length``.
             mask: boolean, broadcastable to ``[B, 1, Q, length + Q]``, True where attention is allowed;
-                None lets every query see the whole context and every block position.
+                None allows the whole context and every block position. What a layer with a window or a causal one
+                does not see is hidden besides.
         """
         weights = context.weights or DrafterWeights(self)
         # a block stands behind its context, so this is above every position
         end = context.capacity + embeddings_BQD.shape[1]
         cos, sin = self.rotary.at(positions_BQ, embeddings_BQD, end)
-        if mask is not None and mask.dtype == torch.bool:
-            # once, not in every layer
-            mask = embeddings_BQD.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+        # once, not in every layer
+        masks = {sight: _added(sight, mask, positions_BQ, context, embeddings_BQD) for sight in set(self.sights)}
         states = embeddings_BQD
-        for index, layer in enumerate(weights.layers):
+        for index, (layer, sight) in enumerate(zip(weights.layers, self.sights, strict=True)):
             normed = layer.input_norm(states)
             queries, keys, values = layer.project(normed, cos, sin)
             keys, values = context.join(index, keys, values)
-            states = layer.finish(states, attend(queries, keys, values, mask, False, layer.scale))
+            states = layer.finish(states, attend(queries, keys, values, masks[sight], False, layer.scale))
         return weights.norm(states)
+
+
+def _added(
+    sight: Sight, mask: Tensor | None, positions_BQ: Tensor, context: DrafterContext, like: Tensor
+) -> Tensor | None:
+    """What is added to the scores of a layer: 0 where attention is allowed, as low as can be elsewhere; None adds 0."""
+    if not sight.is_all:
+        seen = sight.seen(positions_BQ, context.key_positions(positions_BQ))
+        mask = seen if mask is None else seen & mask
+    if mask is None:
+        return None
+    # not -inf: the padding of a row may see nothing, and what has no softmax would spoil the next layer's values
+    return like.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(like.dtype).min)
 
 
 def _dflash_value(config: Qwen3Config, key: str) -> Any:
@@ -308,26 +411,76 @@ def _target_layer_ids(config: Qwen3Config) -> list[int]:
     """``dflash_config.target_layer_ids``; where absent, DFlash's own even spread over the target's layers."""
     ids = _dflash_value(config, "target_layer_ids")
     if ids is not None:
-        return [int(i) for i in ids]
-    depth, count = int(_required(config, "num_target_layers")), config.num_hidden_layers
+        return integers("target_layer_ids", ids)
+    depth, count = integer("num_target_layers", _required(config, "num_target_layers")), config.num_hidden_layers
     if count == 1:
         return [depth // 2]
     first, last = 1, depth - 3
     return [round(first + i * (last - first) / (count - 1)) for i in range(count)]
 
 
+def _sights(config: Qwen3Config) -> list[Sight]:
+    """What each layer sees: causal are those that ``is_causal`` says, without it those with a sliding window.
+
+    Source: ``dflash`` 0.1.0 (``Qwen3DFlashAttention``); ``dflash_config.causal`` is vLLM's name of the same switch.
+    """
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    told = getattr(config, "is_causal", None)
+    told = _dflash_value(config, "causal") if told is None else told
+    sights = []
+    for kind in kinds:
+        slides = kind == "sliding_attention"
+        sights.append(Sight(config.sliding_window if slides else None, slides if told is None else bool(told)))
+    return sights
+
+
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
+    "max_position_embeddings", "block_size", "draft_vocab_size", "sliding_window",
+)  # fmt: skip
+
+
+def _check_sizes(config: Qwen3Config) -> None:
+    for key in _SIZES:
+        value = _dflash_value(config, key)
+        if value is not None and integer(key, value) < 1:
+            raise UserError(f"drafter config has {key}={value}; expected a whole number of at least 1")
+    heads, kv_heads = config.num_attention_heads, cast(int, config.num_key_value_heads)
+    if heads % kv_heads:
+        raise UserError(
+            f"drafter config has num_attention_heads={heads}, no multiple of num_key_value_heads={kv_heads}"
+        )
+    kinds = getattr(config, "layer_types", None)
+    if kinds and len(kinds) != config.num_hidden_layers:
+        raise UserError(f"drafter config has {len(kinds)} layer_types for num_hidden_layers={config.num_hidden_layers}")
+    for where in (config, getattr(config, "dflash_config", None) or {}):
+        for key in ("is_causal", "causal"):
+            value = where.get(key) if isinstance(where, dict) else getattr(where, key, None)
+            if value is not None and not isinstance(value, bool):
+                raise UserError(f"drafter config has {key}={brief(value)}; expected true, false or null")
+
+
 def _refuse_unsupported(config: Qwen3Config) -> None:
-    kinds = sorted(set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"})
-    if kinds:
-        raise UserError(f"drafter config has layer_types {kinds}; supported: full_attention")
-    if getattr(config, "is_causal", None):
-        raise UserError("drafter config has is_causal=true; a DFlash block attends in both directions")
+    kinds = getattr(config, "layer_types", None)
+    check_layer_types(kinds)
+    if "sliding_attention" in (kinds or ()) and config.sliding_window is None:
+        raise UserError(
+            "drafter config has layer_types with sliding_attention but no window; expected sliding_window and "
+            "use_sliding_window: true"
+        )
+    rope = (config.rope_parameters or {}).get("rope_type", "default")
+    if rope not in ROPES:
+        raise UserError(f"drafter config has rope_type={brief(rope)}; supported: {', '.join(ROPES)}")
+    if config.hidden_act != "silu":
+        raise UserError(f"drafter config has hidden_act={brief(config.hidden_act)}; supported: silu")
     for key in ("selector_rank", "conv_kernel_size", "final_logit_softcapping"):
         if _dflash_value(config, key) is not None:
             raise UserError(
                 f"drafter config has '{key}', which is not supported; expected a DFlash (version 1) drafter"
             )
-    for key in ("input_embedding_scale", "output_multiplier"):
+    for key, neutral in (
+        ("input_embedding_scale", 1), ("output_multiplier", 1), ("use_swa", False), ("attention_sink_bias", False),
+    ):  # fmt: skip
         value = _dflash_value(config, key)
-        if value not in (None, 1, 1.0):
-            raise UserError(f"drafter config has {key}={value}, which is not supported; expected 1")
+        if value is not None and value != neutral:
+            raise UserError(f"drafter config has {key}={brief(value)}, which is not supported; expected {neutral!r}")

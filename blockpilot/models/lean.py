@@ -28,7 +28,7 @@ from blockpilot.models.kv_cache import KVCache
 _TILE = 32
 _TILED_ROWS = range(4, 20)
 _TILED_FROM = 1 << 16
-_ROPES = ("default", "linear", "llama3", "yarn")
+ROPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose angle at a position does not depend on how long the text is."""
 
 
@@ -264,7 +264,7 @@ def supports(model: PreTrainedModel) -> bool:
         and all(map(_is_genuine, {type(module) for module in model.modules()}))
         # a quantised or distributed weight is a tensor of its own kind in a plain linear
         and all(type(parameter) is nn.Parameter for parameter in model.parameters())
-        and cast(Any, model.get_decoder()).rotary_emb.rope_type in _ROPES
+        and cast(Any, model.get_decoder()).rotary_emb.rope_type in ROPES
         and _settings_allow(model)
     )
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -22,13 +22,14 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Qwen3Config,
 )
 
 from blockpilot.config import DTYPES, DrafterConfig, ModelConfig, check_device, load_preset, require
 from blockpilot.errors import UserError
+from blockpilot.models.checkpoints import one_line, weight_files
 from blockpilot.models.convert_gguf import ORIGIN
 from blockpilot.models.drafter import DFlashDrafter
+from blockpilot.models.lean import Linear
 from blockpilot.models.locate import hub_commit, locate
 from blockpilot.models.target import TargetRunner, decoder_layers, refuse_without_rollback
 
@@ -92,6 +93,19 @@ class Pair:
     def device(self) -> torch.device:
         """Where both models are."""
         return self.runner.device
+
+    def draft_embeddings(self, ids: Tensor) -> Tensor:
+        """Embeddings of target tokens, as the drafter takes them: ``[...]`` to ``[..., D]``."""
+        own = self.drafter.embed_tokens
+        return self.runner.embed(ids) if own is None else own(ids)
+
+    def draft_logits(self, states: Tensor) -> Tensor:
+        """The drafter's logits for its states, ``[..., D]`` to ``[..., W]``: by its own head, or the target's.
+
+        W is the drafter's own vocabulary; :meth:`DFlashDrafter.target_ids` leads from it to the target's.
+        """
+        own = self.drafter.lm_head
+        return self.runner.logits(states) if own is None else Linear.of(own)(states)
 
     def encode(self, turns: Sequence[str], answers: Sequence[str] = ()) -> list[int]:
         """User turns (and the target's answers to all but the last) as token ids, ready to be answered.
@@ -211,7 +225,7 @@ def assemble_pair(
         target = _target(target_folder, dtype or model.dtype, model.attention)
     assert isinstance(target, PreTrainedModel)
     if drafter_folder is not None:
-        drafter = _guard("drafter.path", drafter_folder, lambda: load_drafter(drafter_folder, target.dtype))
+        drafter = _guard("drafter.path", drafter_folder, lambda: load_drafter(drafter_folder, target))
     assert isinstance(drafter, DFlashDrafter)
     check_fit(target, drafter)
     nn.Module.to(target, place)
@@ -247,7 +261,8 @@ def _tokenizer(
     if source is None and target_folder is None:
         raise UserError("load_pair with a target object needs tokenizer= as well")
     folder = cast(Path, target_folder) if source is None else _locate(source, "model.tokenizer", None)
-    return _guard("model.tokenizer", folder, lambda: AutoTokenizer.from_pretrained(folder))
+    # no code that lies in the folder runs
+    return _guard("model.tokenizer", folder, lambda: AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
 
 
 def _target(folder: Path, dtype: str, attention: str) -> PreTrainedModel:
@@ -268,15 +283,22 @@ def load_target(folder: Path, dtype: str | torch.dtype, attention: str) -> PreTr
     """A causal language model from a folder.
 
     Raises:
-        UserError: it cannot be a target at all (known before its weights are read), or a weight is missing (it would
-            be filled with noise) or has another shape.
+        UserError: it cannot be a target at all (known before its weights are read), there are no safetensors, or a
+            weight is missing (it would be filled with noise) or has another shape.
     """
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kind is not None:
         refuse_without_rollback(config, cast(type[PreTrainedModel], kind))
+    weight_files(folder)  # a pickle would be taken where there are no safetensors
     loaded = AutoModelForCausalLM.from_pretrained(
-        folder, config=config, dtype=dtype, attn_implementation=attention, output_loading_info=True
+        folder,
+        config=config,
+        dtype=dtype,
+        attn_implementation=attention,
+        output_loading_info=True,
+        use_safetensors=True,
+        trust_remote_code=False,
     )
     model, report = cast(tuple[PreTrainedModel, dict[str, list[str]]], loaded)
     for word in ("missing_keys", "mismatched_keys"):
@@ -286,21 +308,31 @@ def load_target(folder: Path, dtype: str | torch.dtype, attention: str) -> PreTr
     return model
 
 
-def load_drafter(folder: Path, dtype: torch.dtype) -> DFlashDrafter:
-    """A drafter from a folder with ``config.json`` and safetensors, under the keys of z-lab checkpoints.
+def load_drafter(folder: Path, target: PreTrainedModel) -> DFlashDrafter:
+    """A drafter from a folder, completed by what its checkpoint leaves to the target.
+
+    A copy of the target's embedding or head, which some checkpoints carry, is dropped for the target's own.
 
     Raises:
-        UserError: the configuration misses a DFlash key, or the weights miss or add one.
+        UserError: see :meth:`DFlashDrafter.from_pretrained`.
     """
-    config = Qwen3Config.from_pretrained(folder)
-    loaded = DFlashDrafter.from_pretrained(folder, config=config, dtype=dtype, output_loading_info=True)
-    drafter, report = cast(tuple[DFlashDrafter, dict[str, list[str]]], loaded)
-    for word in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if report.get(word):
-            raise UserError(
-                f"drafter weights in {folder.name}: {word.replace('_', ' ')} {sorted(map(str, report[word]))[:3]}"
-            )
+    drafter = DFlashDrafter.from_pretrained(folder, dtype=target.dtype)
+    config, head = drafter.config, target.get_output_embeddings()
+    if getattr(config, "num_target_layers", None) is None:
+        config.num_target_layers = len(decoder_layers(target))
+    if drafter.embed_tokens is not None and _same_weights(drafter.embed_tokens, target.get_input_embeddings()):
+        drafter.embed_tokens = None
+        del config.own_embeddings
+    if drafter.lm_head is not None and drafter.d2t is None and _same_weights(drafter.lm_head, head):
+        drafter.lm_head = None
+        del config.draft_vocab_size
     return drafter
+
+
+def _same_weights(own: nn.Module, other: Any) -> bool:
+    """Of two embeddings or heads; a head with a bias is not the same as one without."""
+    there = own.weight.to(other.weight.device)
+    return getattr(other, "bias", None) is None and torch.equal(cast(Tensor, there), other.weight)
 
 
 def check_fit(target: PreTrainedModel, drafter: DFlashDrafter) -> None:
@@ -332,10 +364,11 @@ def check_fit(target: PreTrainedModel, drafter: DFlashDrafter) -> None:
             raise UserError(
                 f"drafter and target do not belong together: the drafter has {what} {expected}, the target {got}"
             )
-    rows = cast(nn.Embedding, target.get_input_embeddings()).weight.shape[0]
+    embedding = drafter.embed_tokens or cast(nn.Embedding, target.get_input_embeddings())
+    rows, owner = embedding.weight.shape[0], "target" if drafter.embed_tokens is None else "drafter"
     if not 0 <= drafter.mask_token_id < rows:
         raise UserError(
-            f"the drafter's mask_token_id is {drafter.mask_token_id}, the target's embedding has {rows} rows"
+            f"the drafter's mask_token_id is {drafter.mask_token_id}, the {owner}'s embedding has {rows} rows"
         )
 
 
@@ -409,11 +442,10 @@ def _dtype(name: str) -> str | torch.dtype:
 
 
 def _guard(key: str, folder: Path, load):
-    """Turns the many errors of loading broken files into one line."""
+    """Turns the many errors of loading broken files into one line that begins with ``key``."""
     try:
         return load()
-    except UserError:
-        raise
+    except UserError as error:
+        raise error if str(error).startswith(key) else UserError(f"{key}={str(folder)!r}: {error}") from error
     except Exception as error:  # truncated safetensors, bad JSON, unknown architectures: each has its own class
-        first = (str(error).splitlines() or [""])[0]
-        raise UserError(f"{key}: the files in {folder} cannot be loaded: {type(error).__name__}: {first}") from error
+        raise UserError(f"{key}: the files in {folder} cannot be loaded: {one_line(error)}") from error

@@ -150,11 +150,11 @@ class TargetRunner:
         return self._run(self.decoder, input_ids_1Q, cache, positions_Q[None], cache.capacity, mask, 0, tap)
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """The target's input embeddings, for a drafter."""
+        """The target's input embeddings."""
         return self.embedding(input_ids)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The target's head on a drafter's states, ``[..., D]`` to ``[..., V]``."""
+        """The target's head, ``[..., D]`` to ``[..., V]``."""
         return self.head(hidden) if self.decoder is None else self.decoder.head(hidden)
 
     def additive(self, mask: Tensor) -> Tensor:

@@ -115,9 +115,10 @@ class Wavefront:
             # one by one: every logit is needed, and those of many blocks are large
             for row, state_QD in zip(rows.tolist(), states_RQD, strict=True):
                 width, anchor = int(widths_M[row]), int(anchors_M[row])
-                scores = self.pair.runner.logits(state_QD[None, 1:width])[0]
-                drafts = most_likely(scores)
-                probs_M[row] = drafted_probs(scores, drafts)
+                scores = self.pair.draft_logits(state_QD[None, 1:width])[0]
+                best = most_likely(scores)
+                probs_M[row] = drafted_probs(scores, best)
+                drafts = self.pair.drafter.target_ids(best)
                 known = self.tokens_PT[int(prompts_M[row]), anchor + 1 : anchor + width]
                 right = drafts[: len(known)] == known
                 counts_M[row] = int(right.int().cumprod(dim=0).sum())
@@ -153,13 +154,13 @@ class Wavefront:
         even = bool((anchors_on_host == length).all() and (widths_on_host == len(places_Q)).all())
         mask = None
         if not even:
-            # a block sees itself and what precedes its anchor; all its columns see the same
+            # a block has itself and what precedes its anchor; what of it a layer sees is the layer's business
             before = torch.arange(length, device=device) < anchors_R[:, None]
             mask = torch.cat([places_Q < widths_R[:, None], before], dim=1)[:, None, None]
         ids_RQ = torch.full((len(prompts_R), len(places_Q)), self.pair.mask_token_id, device=device)
         ids_RQ[:, 0] = self.tokens_PT[prompts_R, anchors_R]
         positions_RQ = (anchors_R[:, None] + places_Q).clamp(max=self.limit - 1)
-        return self.pair.drafter(self.pair.runner.embed(ids_RQ), positions_RQ, self.context, mask)
+        return self.pair.drafter(self.pair.draft_embeddings(ids_RQ), positions_RQ, self.context, mask)
 
     def _on_device(self, *rows: Ints) -> Tensor:
         return torch.from_numpy(np.stack(rows)).to(self.pair.device)
@@ -178,7 +179,8 @@ class Wavefront:
             parts = []
             for part in alive_C.split(max(1, _LOGITS // (width * self.pair.vocab_size))):
                 at = torch.minimum(offsets, ends_R[part, None] - 1)
-                drafts = most_likely(self.pair.runner.logits(states_RQD[part[:, None], at]))
+                best = most_likely(self.pair.draft_logits(states_RQD[part[:, None], at]))
+                drafts = self.pair.drafter.target_ids(best)
                 truth = self.tokens_PT[prompts_R[part, None], anchors_R[part, None] + at]
                 right = (drafts == truth) & (offsets < ends_R[part, None])
                 parts.append(right.int().cumprod(dim=1).sum(dim=1))

@@ -163,8 +163,10 @@ def test_keys_may_stand_at_the_top_level() -> None:
 @pytest.mark.parametrize(
     ("what", "changes"),
     [
-        ("layer_types", {"layer_types": ["sliding_attention"], "use_sliding_window": True, "sliding_window": 8}),
-        ("is_causal", {"is_causal": True}),
+        ("layer_types", {"layer_types": ["chunked_attention"]}),
+        ("rope_type", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+        ("hidden_act", {"hidden_act": "gelu"}),
+        ("use_swa", {"dflash_config": {"mask_token_id": 4, "target_layer_ids": [1], "use_swa": True}}),
         ("selector_rank", {"selector_rank": 8}),
         ("conv_kernel_size", {"conv_kernel_size": 3}),
         ("final_logit_softcapping", {"final_logit_softcapping": 30.0}),
