@@ -194,6 +194,12 @@ class ScriptedDrafter(DFlashDrafter):
             depth: number of right drafts, or a function of the anchor positions.
             noise: share of the real forward pass to add, which makes it err by what it reads in its context.
         """
+        if self.lm_head is not None:  # over tokens spread along the target's, so that ids differ
+            assert self.d2t is not None
+            rows, vocab_size = len(self.d2t), self.config.vocab_size
+            ids = torch.arange(rows) * vocab_size // rows
+            self.d2t.copy_(ids - torch.arange(rows))
+            self.lm_head.weight.data.copy_(weight_of(target.get_output_embeddings())[ids])
         self.embeddings = weight_of(target.get_input_embeddings())
         self.answers = weight_of(target.get_output_embeddings())
         self.truth, self.depth, self.noise = truth, depth, noise

@@ -250,7 +250,8 @@ def _from_speculators(raw: dict[str, Any], names: Collection[str]) -> dict[str, 
     is an index into ``hidden_states``, whose entry 0 is the embeddings' output; z-lab reads ``hidden_states[id + 1]``.
     So ``target_layer_ids`` are ``aux_hidden_state_layer_ids`` less one, as in vLLM's ``update_dflash``. Of its layers
     only those with a sliding window are causal inside a block, and where ``sliding_window_non_causal`` is absent (it
-    is newer than the format) they are not, again as in ``update_dflash``.
+    is newer than the format) they are not, again as in ``update_dflash``. A window counts from each query, as when
+    such a checkpoint is served; its training counts it from the anchor.
     """
     if raw["speculators_model_type"] != "dflash":
         raise UserError(
@@ -277,7 +278,10 @@ def _from_speculators(raw: dict[str, Any], names: Collection[str]) -> dict[str, 
         # what is not its own is its target's, whatever a default says
         "tie_word_embeddings": False,
     }
-    if "sliding_attention" in (decoder["layer_types"] or ()) and raw.get("sliding_window_non_causal", True):
+    both_ways = raw.get("sliding_window_non_causal", True)
+    if not isinstance(both_ways, bool):
+        raise UserError(f"sliding_window_non_causal={brief(both_ways)} is not allowed; expected true or false")
+    if both_ways and "sliding_attention" in (decoder["layer_types"] or ()):
         values["is_causal"] = False
     if rows != decoder["vocab_size"] or "lm_head.weight" in names:
         values["draft_vocab_size"] = rows

@@ -257,8 +257,8 @@ class DFlashDrafter(PreTrainedModel):
         own_embeddings = getattr(config, "own_embeddings", False)
         self.embed_tokens = nn.Embedding(vocab_size, config.hidden_size) if own_embeddings else None
         self.lm_head = None if rows is None else nn.Linear(config.hidden_size, rows, bias=False)
-        mapped = rows is not None and rows != vocab_size
-        self.register_buffer("d2t", torch.zeros(rows, dtype=torch.int64) if mapped else None)
+        shared_ids = rows is None or rows == vocab_size
+        self.register_buffer("d2t", None if shared_ids else torch.zeros(rows, dtype=torch.int64))
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.post_init()
         self._rotary: Rotary | None = None

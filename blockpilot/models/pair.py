@@ -317,7 +317,8 @@ def load_drafter(folder: Path, target: PreTrainedModel) -> DFlashDrafter:
         UserError: see :meth:`DFlashDrafter.from_pretrained`.
     """
     drafter = DFlashDrafter.from_pretrained(folder, dtype=target.dtype)
-    config, head = drafter.config, target.get_output_embeddings()
+    config: Any = drafter.config
+    head = target.get_output_embeddings()
     if getattr(config, "num_target_layers", None) is None:
         config.num_target_layers = len(decoder_layers(target))
     if drafter.embed_tokens is not None and _same_weights(drafter.embed_tokens, target.get_input_embeddings()):

@@ -18,7 +18,23 @@ from blockpilot.decoding.rounds import Rounds, Task
 from blockpilot.decoding.static import SMALLEST_WINDOW, StaticRounds
 from blockpilot.models import Pair
 from blockpilot.policies import FixedPolicy
-from tests.toy import Changing, decode_one_by_one, make_pair, make_prompts, make_scripted_pair
+from tests.toy import (
+    Changing,
+    decode_one_by_one,
+    make_drafter,
+    make_pair,
+    make_prompts,
+    make_scripted_pair,
+    make_target,
+)
+
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "use_sliding_window": True}
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "windows": WINDOWS,
+    "windows-both-ways": WINDOWS | {"is_causal": False},
+    "draft-vocabulary": {"draft_vocab_size": 48},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -48,10 +64,12 @@ def own_output(pair: Pair, prompt: list[int], count: int, **options: Any) -> lis
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 12}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("block_size", "drafting"), [(1, False), (1, True), (2, True), (8, True)])
+@pytest.mark.parametrize("kind", DRAFTERS)
 @torch.inference_mode()
-def test_a_round_reads_nothing_back(options: dict[str, Any], block_size: int, drafting: bool) -> None:
+def test_a_round_reads_nothing_back(kind: str, options: dict[str, Any], block_size: int, drafting: bool) -> None:
     """With tensors that have shapes but no values a round still runs: what a graph captures cannot depend on values."""
-    pair, prompt = make_pair(seed=5, layers=3), make_prompts([7])[0]
+    target, prompt = make_target(seed=5, layers=3), make_prompts([7])[0]
+    pair = make_pair(target=target, drafter=make_drafter(target, **DRAFTERS[kind]))
     rounds = StaticRounds(pair, Task(prompt, Sampling(**options), frozenset({60, 61}), 30))
     rounds.prefill()
     rounds.start(drafting)
@@ -87,6 +105,22 @@ def test_a_round_shows_the_rows_that_plain_rounds_show(options: dict[str, Any]) 
         torch.testing.assert_close(logits, plain_logits, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(hidden, plain_hidden, rtol=1e-4, atol=1e-4)
         assert (logits.shape, hidden.shape) == ((pair.vocab_size,), (pair.hidden_size,))
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@torch.inference_mode()
+def test_a_round_drafts_what_plain_rounds_draft(kind: str) -> None:
+    """With windows narrower than the context, and with a vocabulary of the drafter's own."""
+    pair, prompt, made = make_scripted_pair(99, noise=0.6, **DRAFTERS[kind]), make_prompts([9])[0], []
+    for rounds in (one(pair, Task(prompt, Sampling(), frozenset(), 60)) for one in (StaticRounds, Rounds)):
+        rounds.prefill()
+        rounds.start(True)
+        made.append([(rounds.propose(size), rounds.round(size).tokens) for size in (4, 2, 6, 3, 8, 5, 4, 7)])
+        rounds.close()
+    assert len({len(tokens) for _, tokens in made[0]}) > 2
+    for (scores, tokens), (plain_scores, plain_tokens) in zip(*made, strict=True):
+        assert tokens == plain_tokens
+        torch.testing.assert_close(scores, plain_scores, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("seed", [0, 5, 2**32 + 7, 2**63 + 9])

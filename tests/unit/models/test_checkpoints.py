@@ -317,7 +317,7 @@ def test_a_drafters_own_vocabulary_leads_to_the_targets(tmp_path: Path) -> None:
 
 
 def test_a_copy_of_the_targets_embedding_and_head_is_not_kept(tmp_path: Path) -> None:
-    target = make_target()
+    target: Any = make_target()
     copies = {
         "embed_tokens.weight": target.get_input_embeddings().weight.detach().clone(),
         "lm_head.weight": target.get_output_embeddings().weight.detach().clone(),
@@ -474,6 +474,7 @@ WRONG_CONFIGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     (zlab(draft_vocab_size=10), ("missing keys: d2t, lm_head.weight",)),
     (speculators(speculators_model_type="eagle3"), ("speculators_model_type='eagle3'", "dflash")),
     (speculators(projector_type="domino"), ("projector_type='domino'", "'dflash'")),
+    (speculators(sliding_window_non_causal="no"), ("sliding_window_non_causal='no'", "true or false")),
     (speculators(sample_from_anchor=True), ("sample_from_anchor=True", "False")),
     (speculators(target_hidden_size=64), ("target_hidden_size=64", "32")),
     (speculators(aux_hidden_state_layer_ids=None), ("aux_hidden_state_layer_ids",)),

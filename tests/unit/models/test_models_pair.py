@@ -177,6 +177,12 @@ def test_missing_files(folders: Path, file: str, key: str) -> None:
     assert key in error_of(lambda: load(folders))
 
 
+def test_a_target_config_with_a_value_of_another_type(folders: Path) -> None:
+    change_config(folders / "target", lambda config: config.update(hidden_size="wide"))
+    message = error_of(lambda: load(folders, tokenizer=make_tokenizer()))
+    assert message.startswith("model.target") and "hidden_size" in message and "'wide'" in message
+
+
 # ---- names and the Hub
 
 

@@ -27,7 +27,15 @@ PAIRS: dict[str, tuple[dict, dict]] = {
     "eager": ({"attention": "eager"}, {"layers": 1}),
     "position-limits": ({"max_positions": 22}, {"max_positions": 17}),
     "drafter-reaches-further": ({"max_positions": 19}, {"max_positions": 40}),
-}
+    "windows": (
+        {}, {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "use_sliding_window": True}
+    ),
+    "windows-both-ways": (
+        {}, {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4, "use_sliding_window": True,
+             "is_causal": False}
+    ),
+    "draft-vocabulary": ({}, {"draft_vocab_size": 48}),
+}  # fmt: skip
 
 
 @cache
