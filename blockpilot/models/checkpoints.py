@@ -22,10 +22,10 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from blockpilot.errors import UserError, brief, integer, integers
+from blockpilot.models.drafter_config import check_layer_types
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
-LAYER_TYPES = ("full_attention", "sliding_attention")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _LISTED = 8
 """Most names an error lists; the others are counted."""
@@ -191,21 +191,6 @@ def _made(kind: type[Any], values: dict[str, Any]) -> Any:
         raise UserError(
             f"config.json cannot be used: {(str(error).splitlines() or [repr(error)])[-1].strip()}"
         ) from None
-
-
-def check_layer_types(kinds: object) -> None:
-    """Whether a configuration's ``layer_types`` are such as a drafter may have.
-
-    Raises:
-        UserError: one of them is not, or they are no list.
-    """
-    if kinds is None:
-        return
-    if not isinstance(kinds, list):
-        raise UserError(f"layer_types={brief(kinds)} is not allowed; expected a list")
-    others = sorted({str(kind) for kind in kinds} - {*LAYER_TYPES})
-    if others:
-        raise UserError(f"layer_types has {listing(others)}; supported: {', '.join(LAYER_TYPES)}")
 
 
 # ---- z-lab

@@ -1,7 +1,7 @@
 """The DFlash drafter: a block-diffusion model that fills a block of masks in one forward pass.
 
-Knows its own weights, what each of its layers sees, the context keys and values it keeps, and nothing of targets,
-caches on disk or acceptance rules. State-dict keys and configuration keys are those of the published z-lab checkpoints;
+Knows its own weights, the context keys and values it keeps, and nothing of targets, caches on disk or acceptance
+rules. State-dict keys and configuration keys are those of the published z-lab checkpoints;
 :mod:`blockpilot.models.checkpoints` reads these and other layouts. Architecture: DFlash, arXiv 2602.06036.
 
 Shapes: B prompts, T context positions, Q block positions, S keys a block attends to, D hidden size, H key/value heads,
@@ -19,32 +19,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
-from blockpilot.errors import UserError, brief, integer, integers
-from blockpilot.models.checkpoints import check_layer_types, check_weights, read_checkpoint
-from blockpilot.models.lean import ROPES, DenseLayer, Linear, Norm, Rotary, attend
-
-
-@dataclass(frozen=True)
-class Sight:
-    """Which keys a layer's queries see, by how far apart their positions are. As in ``dflash`` 0.1.0's attention mask.
-
-    A plain DFlash layer sees everything before and in its block. A causal one does not look behind a query, and a
-    window of W sees the distances below W, on both sides where it is not causal.
-    """
-
-    window: int | None = None
-    causal: bool = False
-
-    @property
-    def is_all(self) -> bool:
-        """Whether nothing is hidden, so that no mask is needed."""
-        return self.window is None and not self.causal
-
-    def seen(self, queries_BQ: Tensor, keys_BS: Tensor) -> Tensor:
-        """Boolean ``[B, 1, Q, S]`` of the positions of queries and keys."""
-        behind = queries_BQ[:, :, None] - keys_BS[:, None]
-        seen = behind >= 0 if self.causal or self.window is None else behind > -self.window
-        return (seen if self.window is None else seen & (behind < self.window))[:, None]
+from blockpilot.models.checkpoints import check_weights, read_checkpoint
+from blockpilot.models.drafter_config import DrafterSettings, Sight
+from blockpilot.models.lean import DenseLayer, Linear, Norm, Rotary, attend
 
 
 @dataclass
@@ -243,22 +220,18 @@ class DFlashDrafter(PreTrainedModel):
 
     def __init__(self, config: Qwen3Config):
         super().__init__(config)
-        self.block_size = integer("block_size", _required(config, "block_size"))
-        self.mask_token_id = integer("mask_token_id", _required(config, "mask_token_id"))
-        self.target_layer_ids = _target_layer_ids(config)
-        _check_sizes(config)
-        _refuse_unsupported(config)
-        self.sights = _sights(config)
+        settings = DrafterSettings.of(config)
+        self.block_size, self.mask_token_id = settings.block_size, settings.mask_token_id
+        self.target_layer_ids, self.sights = settings.target_layer_ids, settings.sights
         self.layers = nn.ModuleList([DFlashLayer(config) for _ in range(config.num_hidden_layers)])
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.fc = nn.Linear(len(self.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        rows, vocab_size = getattr(config, "draft_vocab_size", None), config.vocab_size
-        own_embeddings = getattr(config, "own_embeddings", False)
-        self.embed_tokens = nn.Embedding(vocab_size, config.hidden_size) if own_embeddings else None
+        rows, vocab_size = settings.draft_vocab_size, config.vocab_size
+        self.embed_tokens = nn.Embedding(vocab_size, config.hidden_size) if settings.own_embeddings else None
         self.lm_head = None if rows is None else nn.Linear(config.hidden_size, rows, bias=False)
-        shared_ids = rows is None or rows == vocab_size
-        self.register_buffer("d2t", None if shared_ids else torch.zeros(rows, dtype=torch.int64))
+        shares_ids = rows is None or rows == vocab_size
+        self.register_buffer("d2t", None if shares_ids else torch.zeros(rows, dtype=torch.int64))
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.post_init()
         self._rotary: Rotary | None = None
@@ -391,96 +364,3 @@ def _added(
         return None
     # not -inf: the padding of a row may see nothing, and what has no softmax would spoil the next layer's values
     return like.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(like.dtype).min)
-
-
-def _dflash_value(config: Qwen3Config, key: str) -> Any:
-    return (getattr(config, "dflash_config", None) or {}).get(key, getattr(config, key, None))
-
-
-def _required(config: Qwen3Config, key: str) -> Any:
-    value = _dflash_value(config, key)
-    if value is None:
-        raise UserError(
-            f"drafter config has no '{key}' (looked at the top level and in dflash_config); "
-            "a DFlash checkpoint's config.json must name it"
-        )
-    return value
-
-
-def _target_layer_ids(config: Qwen3Config) -> list[int]:
-    """``dflash_config.target_layer_ids``; where absent, DFlash's own even spread over the target's layers."""
-    ids = _dflash_value(config, "target_layer_ids")
-    if ids is not None:
-        return integers("target_layer_ids", ids)
-    depth, count = integer("num_target_layers", _required(config, "num_target_layers")), config.num_hidden_layers
-    if count == 1:
-        return [depth // 2]
-    first, last = 1, depth - 3
-    return [round(first + i * (last - first) / (count - 1)) for i in range(count)]
-
-
-def _sights(config: Qwen3Config) -> list[Sight]:
-    """What each layer sees: causal are those that ``is_causal`` says, without it those with a sliding window.
-
-    Source: ``dflash`` 0.1.0 (``Qwen3DFlashAttention``); ``dflash_config.causal`` is vLLM's name of the same switch.
-    """
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    told = getattr(config, "is_causal", None)
-    told = _dflash_value(config, "causal") if told is None else told
-    sights = []
-    for kind in kinds:
-        slides = kind == "sliding_attention"
-        sights.append(Sight(config.sliding_window if slides else None, slides if told is None else bool(told)))
-    return sights
-
-
-_SIZES = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
-    "max_position_embeddings", "block_size", "draft_vocab_size", "sliding_window",
-)  # fmt: skip
-
-
-def _check_sizes(config: Qwen3Config) -> None:
-    for key in _SIZES:
-        value = _dflash_value(config, key)
-        if value is not None and integer(key, value) < 1:
-            raise UserError(f"drafter config has {key}={value}; expected a whole number of at least 1")
-    heads, kv_heads = config.num_attention_heads, cast(int, config.num_key_value_heads)
-    if heads % kv_heads:
-        raise UserError(
-            f"drafter config has num_attention_heads={heads}, no multiple of num_key_value_heads={kv_heads}"
-        )
-    kinds = getattr(config, "layer_types", None)
-    if kinds and len(kinds) != config.num_hidden_layers:
-        raise UserError(f"drafter config has {len(kinds)} layer_types for num_hidden_layers={config.num_hidden_layers}")
-    for where in (config, getattr(config, "dflash_config", None) or {}):
-        for key in ("is_causal", "causal"):
-            value = where.get(key) if isinstance(where, dict) else getattr(where, key, None)
-            if value is not None and not isinstance(value, bool):
-                raise UserError(f"drafter config has {key}={brief(value)}; expected true, false or null")
-
-
-def _refuse_unsupported(config: Qwen3Config) -> None:
-    kinds = getattr(config, "layer_types", None)
-    check_layer_types(kinds)
-    if "sliding_attention" in (kinds or ()) and config.sliding_window is None:
-        raise UserError(
-            "drafter config has layer_types with sliding_attention but no window; expected sliding_window and "
-            "use_sliding_window: true"
-        )
-    rope = (config.rope_parameters or {}).get("rope_type", "default")
-    if rope not in ROPES:
-        raise UserError(f"drafter config has rope_type={brief(rope)}; supported: {', '.join(ROPES)}")
-    if config.hidden_act != "silu":
-        raise UserError(f"drafter config has hidden_act={brief(config.hidden_act)}; supported: silu")
-    for key in ("selector_rank", "conv_kernel_size", "final_logit_softcapping"):
-        if _dflash_value(config, key) is not None:
-            raise UserError(
-                f"drafter config has '{key}', which is not supported; expected a DFlash (version 1) drafter"
-            )
-    for key, neutral in (
-        ("input_embedding_scale", 1), ("output_multiplier", 1), ("use_swa", False), ("attention_sink_bias", False),
-    ):  # fmt: skip
-        value = _dflash_value(config, key)
-        if value is not None and value != neutral:
-            raise UserError(f"drafter config has {key}={brief(value)}, which is not supported; expected {neutral!r}")
