@@ -230,8 +230,8 @@ class DFlashDrafter(PreTrainedModel):
         rows, vocab_size = settings.draft_vocab_size, config.vocab_size
         self.embed_tokens = nn.Embedding(vocab_size, config.hidden_size) if settings.own_embeddings else None
         self.lm_head = None if rows is None else nn.Linear(config.hidden_size, rows, bias=False)
-        shares_ids = rows is None or rows == vocab_size
-        self.register_buffer("d2t", None if shares_ids else torch.zeros(rows, dtype=torch.int64))
+        d2t = None if rows is None or rows == vocab_size else torch.zeros(rows, dtype=torch.int64)
+        self.register_buffer("d2t", d2t)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.post_init()
         self._rotary: Rotary | None = None
@@ -362,5 +362,5 @@ def _added(
         mask = seen if mask is None else seen & mask
     if mask is None:
         return None
-    # not -inf: the padding of a row may see nothing, and what has no softmax would spoil the next layer's values
+    # not -inf: padding may see nothing, and where a kernel has no softmax of that it would spoil the next layer's values
     return like.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(like.dtype).min)

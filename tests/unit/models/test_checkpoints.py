@@ -180,15 +180,16 @@ def ours_static(drafter: DFlashDrafter) -> list[Tensor]:
 def ours_shared(drafter: DFlashDrafter) -> list[Tensor]:
     """One context under blocks with anchors along it, as replay drafts, the narrow ones padded."""
     features = torch.cat([each for each, _ in passes()], dim=1)
-    context = drafter.allocate_shared(1, 12, 6)
+    context = drafter.allocate_shared(1, 12, 9)
     for layer, (keys, values) in enumerate(drafter.project_context(features, torch.arange(12)[None], 12)):
         context.put(layer, 0, keys[0], values[0])
     context.select(torch.zeros(3, dtype=torch.int64), 12)
     anchors, widths = torch.tensor([7, 8, 12]), torch.tensor([5, 4, 6])
-    blocks = torch.zeros(3, 6, HIDDEN)
+    # padded by more than a window: the last place of a narrow block sees nothing
+    blocks = torch.zeros(3, 9, HIDDEN)
     for row, (_, block) in enumerate(passes()):
         blocks[row, : widths[row]] = block[0]
-    places = torch.arange(6)
+    places = torch.arange(9)
     mask = torch.cat([places < widths[:, None], torch.arange(12) < anchors[:, None]], dim=1)[:, None, None]
     out = drafter(blocks, anchors[:, None] + places, context, mask)
     assert out.isfinite().all()
