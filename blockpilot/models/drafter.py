@@ -362,5 +362,5 @@ def _added(
         mask = seen if mask is None else seen & mask
     if mask is None:
         return None
-    # not -inf: padding may see nothing, and where a kernel has no softmax of that it would spoil the next layer's values
+    # not -inf: padding may see nothing, and where a kernel has no softmax of that it would spoil the next layer
     return like.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(like.dtype).min)
