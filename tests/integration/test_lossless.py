@@ -180,11 +180,11 @@ def _gap_at_first_difference(
     mine, other = ours.acceptance_lengths[block_size], theirs.acceptance_lengths[block_size]
     index = next(i for i, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b)
     anchor = len(prompt) + sum(mine[:index])
-    context = pair.drafter.allocate(1, anchor)
-    pair.drafter.extend(context, trajectory.features[None, :anchor])
     first = ours.output_ids[anchor - len(prompt)]
     block = torch.tensor([[first] + [pair.mask_token_id] * (block_size - 1)])
     with torch.inference_mode():
+        context = pair.drafter.allocate(1, anchor)
+        pair.drafter.extend(context, trajectory.features[None, :anchor])
         states = pair.drafter(pair.runner.embedding(block), torch.arange(anchor, anchor + block_size)[None], context)
         top = pair.runner.head(states[0, 1:]).topk(2).values
     place = min(mine[index], other[index]) - 1
