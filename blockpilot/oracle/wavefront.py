@@ -33,8 +33,8 @@ _PASS_PRICE = {"cpu": 128, "cuda": 2048}
 """Tokens of a pass that may be padding, rather than one more pass. Both figures are guesses."""
 _LOGITS = 1 << 26
 """Most logits held at once."""
-_FIRST_STAGE = 4
-"""Drafts whose logits are looked at first. Most blocks are wrong early, and the head is a large part of a drafter."""
+_FIRST_STAGE = {"cpu": 1, "cuda": 4}
+"""Fewest drafts whose logits are looked at first; where stages cost more than logits, more of them."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class Wavefront:
         self.limit = min(pair.max_positions, pair.max_drafter_positions)
         kind = pair.device.type if pair.device.type in _PASS_TOKENS else "cuda"
         self.pass_tokens, self.pass_price = min(max_tokens, _PASS_TOKENS[kind]), _PASS_PRICE[kind]
+        self.fewest, self.compared, self.found = _FIRST_STAGE[kind], 1, 3  # as if a block had had three right drafts
         self.context = self._project([text.features for text in texts], min(widest, self.limit))
         # -1, which no draft equals, behind the known end
         width = max((len(text.token_ids) for text in texts), default=0)
@@ -166,7 +167,11 @@ class Wavefront:
         return torch.from_numpy(np.stack(rows)).to(self.pair.device)
 
     def _compare(self, states_RQD: Tensor, prompts_on_host: Ints, anchors_on_host: Ints, widths_on_host: Ints) -> Ints:
-        """Leading right drafts of each block. In stages: only blocks that are right so far go on to the head."""
+        """Leading right drafts of each block. In stages: only blocks that are right so far go on to the head.
+
+        The head is a large part of a drafter, and most blocks are wrong early: the first stage looks at as many drafts
+        as have been right on average, and the one behind them.
+        """
         prompts_R, anchors_R, widths_R = self._on_device(prompts_on_host, anchors_on_host, widths_on_host)
         # drafts behind the known end are wrong
         ends_R = torch.minimum(widths_R, self.tokens_PT.shape[1] - anchors_R)
@@ -174,7 +179,7 @@ class Wavefront:
         alive_C, place = (ends_R > 1).nonzero()[:, 0], 1
         while len(alive_C) > 0:
             # as many again as were right: few stages, and less than twice the logits that were needed
-            width = _FIRST_STAGE if place == 1 else place - 1
+            width = max(self.fewest, round(self.found / self.compared) + 1) if place == 1 else place - 1
             offsets = torch.arange(place, place + width, device=alive_C.device)
             parts = []
             for part in alive_C.split(max(1, _LOGITS // (width * self.pair.vocab_size))):
@@ -188,4 +193,6 @@ class Wavefront:
             counts_R[alive_C] += leading
             place += width
             alive_C = alive_C[(leading == width) & (ends_R[alive_C] > place)]
-        return counts_R.cpu().numpy()
+        counts = counts_R.cpu().numpy()
+        self.compared, self.found = self.compared + len(counts), self.found + int(counts.sum())
+        return counts

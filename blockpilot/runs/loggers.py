@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -40,7 +41,7 @@ def job_logger(
         yield None
         return
     if config.kind == "csv":
-        logger = CSVLogger(folder, name="", version="csv")
+        logger = CSVLogger(folder, name="", version=_csv_folder(folder))
         logger.log_hyperparams(dict(run_config))
         yield logger
         logger.finalize("success")
@@ -70,6 +71,12 @@ def job_logger(
         code = 0
     finally:
         wandb.finish(exit_code=code)
+
+
+def _csv_folder(folder: Path) -> str:
+    """``csv``, or ``csv-2`` and so on where earlier jobs have left theirs: Lightning would delete what it finds."""
+    names = ("csv" if number == 1 else f"csv-{number}" for number in itertools.count(1))
+    return next(name for name in names if not (folder / name).exists())
 
 
 def _run_id(folder: Path, resume: bool) -> str:
