@@ -18,7 +18,7 @@ from blockpilot.config.collection import (
 )
 from blockpilot.config.commands import EvaluateConfig, TrainConfig
 from blockpilot.config.compose import load_preset, to_dataclass, to_plain, to_yaml
-from blockpilot.config.drafter_training import DrafterTrainingConfig, TrainDrafterConfig
+from blockpilot.config.drafter_training import FIRST_WEIGHTS, DrafterTrainingConfig, TrainDrafterConfig
 from blockpilot.config.evaluation import EvaluationConfig, LoggerConfig, PolicyConfig
 from blockpilot.config.learning import ObjectiveConfig, PredictorConfig, PreprocessConfig, TrainerConfig
 from blockpilot.config.places import CONF_DIR, LATENCY_DIR, MODELS_DIR, ROOT, preset_names, project_path
@@ -27,6 +27,7 @@ from blockpilot.config.profiling import ProfileConfig, ProfileRunConfig
 __all__ = [
     "CONF_DIR",
     "DTYPES",
+    "FIRST_WEIGHTS",
     "LATENCY_DIR",
     "MODELS_DIR",
     "ROOT",

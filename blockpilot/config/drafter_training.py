@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from blockpilot.config.checks import check_device, one_of, require
+from blockpilot.config.checks import check_device, require
 from blockpilot.config.collection import DatasetConfig, ModelConfig
 from blockpilot.config.evaluation import LoggerConfig
+
+FIRST_WEIGHTS = ("target", "random")
+"""What a new drafter may start from; anything else names a drafter."""
 
 
 @dataclass
@@ -22,7 +25,7 @@ class DrafterTrainingConfig:
     mask_token: str | None = None
     """Token that stands for a position to be drafted, one that texts do not hold; null takes the tokenizer's own."""
     initial: str = "target"
-    """First weights: target (its last layers) or random."""
+    """First weights: target (its last layers), random, or a trained drafter to go on from (folder, Hub id or pkg://)."""
     temperatures: list[float] = field(default_factory=lambda: [0.0])
     """Every prompt is answered once at each of these."""
     max_new_tokens: int = 160
@@ -65,7 +68,6 @@ class DrafterTrainingConfig:
         }  # fmt: skip
         for name, low in least.items():
             require(getattr(self, name) >= low, f"{key}.{name}", getattr(self, name), f"a number of at least {low}")
-        one_of(f"{key}.initial", self.initial, ("target", "random"))
         fine = len(set(self.temperatures)) == len(self.temperatures) > 0
         fine = fine and all(0 <= t < float("inf") for t in self.temperatures)
         require(fine, f"{key}.temperatures", self.temperatures, "one or more different numbers of 0 or more")

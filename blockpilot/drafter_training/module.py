@@ -7,6 +7,7 @@ embedding and head are used and never trained, and no checkpoint holds them.
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import lightning
@@ -45,6 +46,30 @@ class DrafterModule(lightning.LightningModule):
         # in a tuple they are no submodules: not in checkpoints, not in parameters()
         self._frozen = (embedding, head)
         self.settings = settings
+        self.seconds = 0.0
+        """Wall-clock time of all steps and validations so far, over interruptions too."""
+        self._since = time.perf_counter()
+
+    def on_fit_start(self) -> None:
+        """The clock starts, or goes on."""
+        self._since = time.perf_counter()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keeps the time that was taken."""
+        self._count_seconds()
+        checkpoint["seconds"] = self.seconds
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Takes it up."""
+        self.seconds = checkpoint["seconds"]
+
+    def on_fit_end(self) -> None:
+        """The clock stops."""
+        self._count_seconds()
+
+    def _count_seconds(self) -> None:
+        now = time.perf_counter()
+        self.seconds, self._since = self.seconds + now - self._since, now
 
     def training_step(self, batch: TextBatch, batch_idx: int) -> Tensor:
         """The objective on anchors that depend on seed and step alone."""

@@ -9,7 +9,7 @@ V vocabulary, K soft labels per position.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +40,7 @@ class TextBatch:
 
     def to(self, device: torch.device) -> TextBatch:
         """The batch with all tensors on ``device``."""
-        moved = {name: None if value is None else value.to(device) for name, value in vars(self).items()}
-        return TextBatch(**moved)
+        return replace(self, **{name: value.to(device) for name, value in vars(self).items() if value is not None})
 
 
 @dataclass(frozen=True)

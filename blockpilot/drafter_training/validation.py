@@ -44,7 +44,8 @@ def in_dtype_of_target(pair: Pair) -> Pair:
     """The pair with a copy of the drafter as it will be loaded beside the target; the pair itself if it is so."""
     if pair.drafter.dtype == pair.target.dtype:
         return pair
-    drafter = copy.deepcopy(pair.drafter).to(pair.target.dtype)
+    drafter = copy.deepcopy(pair.drafter)
+    torch.nn.Module.to(drafter, pair.target.dtype)
     return Pair(pair.target, drafter, pair.tokenizer, pair.name, pair.thinking)
 
 

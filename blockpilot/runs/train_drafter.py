@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning
 import torch
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import Logger
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from blockpilot.config import TrainDrafterConfig, project_path, require, to_plain
+from blockpilot.config import FIRST_WEIGHTS, TrainDrafterConfig, project_path, require, to_plain
 from blockpilot.drafter_training.answers import Sampling, answers_of, self_written
 from blockpilot.drafter_training.card import Learned, Measured, card
 from blockpilot.drafter_training.data import DrafterDataModule, Steps
@@ -26,7 +25,9 @@ from blockpilot.drafter_training.validation import SimulatedAcceptance, in_dtype
 from blockpilot.errors import UserError
 from blockpilot.learning.callbacks import LAST, MovableCheckpoint
 from blockpilot.learning.datamodule import hash_fraction
-from blockpilot.models import Pair, load_target_and_tokenizer
+from blockpilot.models import DFlashDrafter, Pair, load_target_and_tokenizer
+from blockpilot.models.locate import locate
+from blockpilot.models.pair import check_fit, load_drafter
 from blockpilot.models.target import decoder_layers
 from blockpilot.prompts import PromptRow
 from blockpilot.report import progress_bar
@@ -62,20 +63,20 @@ def train_drafter(config: TrainDrafterConfig, folder: Path, group: str | None = 
             pair.drafter, pair.runner.embedding, pair.runner.head, to_plain(config.drafter_training), config.seed,
             list(texts),
         )  # fmt: skip
-        began = time.perf_counter()
         validation = SimulatedAcceptance(pair, held_out)
         steps = fit(config, folder, module, validation, learned, logger)
-        seconds = time.perf_counter() - began
         _round(pair.drafter)
         measured = measure(config, pair, [source for source in sources if source.split == "test"])
         metrics = {**validation.figures(module), **tau_figures(measured)}
         if logger is not None:
             logger.log_metrics(metrics)
     drafter = folder / "drafter"
-    pair.drafter.to(torch.bfloat16).save_pretrained(drafter)
+    torch.nn.Module.to(pair.drafter, torch.bfloat16)
+    pair.drafter.save_pretrained(drafter)
     text = card(
         config.model.name, to_plain(config.drafter_training), sum(p.numel() for p in pair.drafter.parameters()),
-        pair.drafter.target_layer_ids, [_learned(name, known) for name, known in texts.items()], steps, seconds,
+        pair.drafter.target_layer_ids, [_learned(name, known) for name, known in texts.items()], steps,
+        module.seconds,
         measured,
     )  # fmt: skip
     (drafter / "README.md").write_text(text, encoding="utf-8")
@@ -105,18 +106,47 @@ def untrained_pair(config: TrainDrafterConfig) -> Pair:
     target, tokenizer = load_target_and_tokenizer(config.model, config.device)
     target.requires_grad_(False)
     torch.manual_seed(config.seed)
-    drafter = new_drafter(
-        target,
-        block_size=wanted.block_size,
-        num_layers=wanted.num_layers,
-        target_layer_ids=spread_taps(len(decoder_layers(target)), wanted.num_taps),
-        mask_token_id=_mask_token_id(wanted.mask_token, tokenizer),
-    )
-    if wanted.initial == "target":
-        copy_last_layers(drafter, target)
+    mask_token_id = _mask_token_id(wanted.mask_token, tokenizer)
+    if wanted.initial in FIRST_WEIGHTS:
+        drafter = new_drafter(
+            target,
+            block_size=wanted.block_size,
+            num_layers=wanted.num_layers,
+            target_layer_ids=spread_taps(len(decoder_layers(target)), wanted.num_taps),
+            mask_token_id=mask_token_id,
+        )
+        if wanted.initial == "target":
+            copy_last_layers(drafter, target)
+    else:
+        drafter = _trained_before(config, target, mask_token_id)
     # trained in fp32 whatever the target's dtype
-    torch.nn.Module.to(drafter, target.device)
+    torch.nn.Module.to(drafter, target.device, torch.float32)
     return Pair(target, drafter, tokenizer, config.model.name, config.model.thinking)
+
+
+def _trained_before(config: TrainDrafterConfig, target: PreTrainedModel, mask_token_id: int) -> DFlashDrafter:
+    """The drafter that ``drafter_training.initial`` names, to go on from.
+
+    Raises:
+        UserError: it cannot be loaded, is not for this target, or is not what the other settings describe.
+    """
+    wanted = config.drafter_training
+    drafter = load_drafter(locate(wanted.initial, key="drafter_training.initial"), target)
+    check_fit(target, drafter)
+    if drafter.lm_head is not None:
+        raise UserError(
+            f"drafter_training.initial={wanted.initial!r} has a head of its own; only the target's is trained with"
+        )
+    there = {
+        "block_size": (drafter.block_size, wanted.block_size),
+        "num_layers": (len(drafter.layers), wanted.num_layers),
+        "num_taps": (len(drafter.target_layer_ids), wanted.num_taps),
+        "mask_token": (drafter.mask_token_id, mask_token_id),
+    }
+    for name, (its, asked) in there.items():
+        if its != asked:
+            raise UserError(f"drafter_training.initial={wanted.initial!r} has {name} {its}, this run asks for {asked}")
+    return drafter
 
 
 def _mask_token_id(token: str | None, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -132,7 +162,7 @@ def _mask_token_id(token: str | None, tokenizer: PreTrainedTokenizerBase) -> int
         found = tokenizer.get_vocab().get(token)
         expected = "a token of the tokenizer's vocabulary that texts do not hold"
     require(isinstance(found, int), "drafter_training.mask_token", token, expected)
-    return int(found)
+    return cast(int, found)
 
 
 def known_texts(config: TrainDrafterConfig, pair: Pair, sources: Sequence[Source]) -> dict[str, list[Text]]:
@@ -146,7 +176,7 @@ def known_texts(config: TrainDrafterConfig, pair: Pair, sources: Sequence[Source
     if wanted.self_written > 0:
         with progress_bar("prompts of the target's own", wanted.self_written) as advance:
             own = self_written(root, pair, wanted.self_written, config.seed, wanted.shard_size, advance)
-        groups.append(("self", own))
+        groups.append(("self", tuple(own)))
     texts = {}
     for name, rows in groups:
         for number, temperature in enumerate(wanted.temperatures):

@@ -104,6 +104,17 @@ def test_a_killed_training_ends_where_an_uninterrupted_one_does(whole: Path) -> 
     assert metrics[0] == metrics[1]
 
 
+def test_training_goes_on_from_a_trained_drafter(whole: Path) -> None:
+    folder = whole.parent / "further"
+    more = (f"drafter_training.initial={whole / 'drafter'}", "drafter_training.max_steps=2", "seed=0")
+    done = run(folder, *more, "drafter_training.learning_rate=1e-9")
+    assert done.returncode == 0, done.stdout + done.stderr
+    earlier, later = (json.loads((f / "metrics.json").read_text())["val/tau"] for f in (whole, folder))
+    assert later == pytest.approx(earlier, abs=1e-6), "two steps of next to nothing leave it as it was"
+    other = run(folder, *more, "drafter_training.num_layers=3")
+    assert other.returncode == 2 and "has num_layers 2, this run asks for 3" in other.stdout + other.stderr
+
+
 @pytest.mark.parametrize(
     ("override", "line"),
     [
@@ -116,6 +127,7 @@ def test_a_killed_training_ends_where_an_uninterrupted_one_does(whole: Path) -> 
             "drafter_training.mask_token='nonsense' is not allowed; expected a token",
         ),
         ("drafter_training.num_layers=40", "drafter_training.initial='target' is not allowed with Qwen3ForCausalLM"),
+        ("drafter_training.initial=/nowhere/at all", "drafter_training.initial='/nowhere/at all'"),
         ("drafter_training.temperatures=[0.0,0.0]", "drafter_training.temperatures=[0.0, 0.0] is not allowed"),
         ("drafter_training.validation_share=0.001", "drafter_training.validation_share=0.001 is not allowed"),
     ],

@@ -22,6 +22,7 @@ TEXTS = [_text(i, 4 + 11 * i % 50, 2 + 7 * i % 60) for i in range(23)]
 
 def test_a_batch_is_padded_behind_its_texts():
     batch = batch_of([TEXTS[1], TEXTS[2]], block_size=8, soft=True)
+    assert batch.soft_probs_RTK is not None
     for row, text in enumerate((TEXTS[1], TEXTS[2])):
         end = len(text.tokens)
         assert batch.tokens_RT[row, :end].tolist() == text.tokens.tolist()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,6 +16,10 @@ from tests.toy import make_target
 
 def _drafter(target, layers: int = 2):
     return new_drafter(target, block_size=8, num_layers=layers, target_layer_ids=[0, 2], mask_token_id=4)
+
+
+def _last(layers: Any) -> Any:
+    return layers[-1]
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "mistral"])
@@ -31,11 +37,13 @@ def test_layers_read_and_write_states_as_the_targets_last_ones_do(kind):
     copy_last_layers(drafter, target)
     states = torch.randn(1, 5, 32)
     unit = states / states.square().mean(dim=-1, keepdim=True).sqrt()
-    for ours, theirs in zip(drafter.layers, target.model.layers[-2:], strict=True):
+    pairs: list[tuple[Any, Any]] = list(zip(drafter.layers, target.model.layers[-2:], strict=True))
+    for ours, theirs in pairs:
         for name in ("q_proj", "k_proj", "v_proj"):
             wanted = torch.nn.functional.linear(theirs.input_layernorm(states), getattr(theirs.self_attn, name).weight)
             # by way of the layer's own norm, and of the context's
-            for normed in (ours.input_layernorm(states), drafter.hidden_norm(unit)):
+            hidden_norm: Any = drafter.hidden_norm
+            for normed in (ours.input_layernorm(states), hidden_norm(unit)):
                 found = getattr(ours.self_attn, name)(normed)
                 torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
         mine, its = DenseLayer(ours), DenseLayer(theirs)
@@ -48,15 +56,16 @@ def test_head_norms_are_the_targets_or_the_usual_length():
     target = make_target("qwen3")
     drafter = _drafter(target)
     copy_last_layers(drafter, target)
-    assert torch.equal(drafter.layers[1].self_attn.k_norm.weight, target.model.layers[-1].self_attn.k_norm.weight)
+    ours, theirs = _last(drafter.layers), _last(target.model.layers)
+    assert torch.equal(ours.self_attn.k_norm.weight, theirs.self_attn.k_norm.weight)
     target = make_target("llama")
     drafter = _drafter(target)
     copy_last_layers(drafter, target)
-    theirs = target.model.layers[-1]
+    ours, theirs = _last(drafter.layers), _last(target.model.layers)
     many = torch.nn.functional.normalize(torch.randn(4000, 32)) * 32**0.5
     lengths = theirs.self_attn.k_proj(many * theirs.input_layernorm.weight).unflatten(-1, (2, 8))
     usual = lengths.square().mean().sqrt()
-    torch.testing.assert_close(drafter.layers[1].self_attn.k_norm.weight.mean(), usual, rtol=0.05, atol=0)
+    torch.testing.assert_close(ours.self_attn.k_norm.weight.mean(), usual, rtol=0.05, atol=0)
 
 
 def test_what_has_no_such_layers_is_refused_by_name():
