@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Sequence
@@ -65,31 +66,31 @@ def train_drafter(config: TrainDrafterConfig, folder: Path, group: str | None = 
         )  # fmt: skip
         validation = SimulatedAcceptance(pair, held_out)
         steps = fit(config, folder, module, validation, learned, logger)
-        _round(pair.drafter)
+        _save(pair, folder / "drafter")
         measured = measure(config, pair, [source for source in sources if source.split == "test"])
         metrics = {**validation.figures(module), **tau_figures(measured)}
         if logger is not None:
             logger.log_metrics(metrics)
-    drafter = folder / "drafter"
-    torch.nn.Module.to(pair.drafter, torch.bfloat16)
-    pair.drafter.save_pretrained(drafter)
     text = card(
         config.model.name, to_plain(config.drafter_training), sum(p.numel() for p in pair.drafter.parameters()),
         pair.drafter.target_layer_ids, [_learned(name, known) for name, known in texts.items()], steps,
         module.seconds,
         measured,
     )  # fmt: skip
-    (drafter / "README.md").write_text(text, encoding="utf-8")
+    (folder / "drafter" / "README.md").write_text(text, encoding="utf-8")
     (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
-    log.info("val/tau %.3f at B = %d; drafter in %s", metrics["val/tau"], pair.block_size, drafter)
+    log.info("val/tau %.3f at B = %d; drafter in %s", metrics["val/tau"], pair.block_size, folder / "drafter")
     return metrics
 
 
 @torch.no_grad()
-def _round(drafter: torch.nn.Module) -> None:
-    """Weights as they are stored, so that what is measured is what is shipped."""
-    for parameter in drafter.parameters():
-        parameter.copy_(parameter.bfloat16())
+def _save(pair: Pair, folder: Path) -> None:
+    """Stores the drafter in bf16, and gives it the weights that are stored: what is measured is what is shipped."""
+    stored = copy.deepcopy(pair.drafter)
+    torch.nn.Module.to(stored, torch.bfloat16)
+    stored.save_pretrained(folder)
+    for parameter, rounded in zip(pair.drafter.parameters(), stored.parameters(), strict=True):
+        parameter.copy_(rounded)
 
 
 def _learned(name: str, texts: Sequence[Text]) -> Learned:
