@@ -235,7 +235,7 @@ def fit(
     on_gpu = module.drafter.device.type == "cuda"
     trainer = lightning.Trainer(
         max_steps=wanted.max_steps,
-        max_epochs=-(-wanted.max_steps // wanted.steps_per_validation),
+        max_epochs=-1,  # steps alone say when: a resumed run counts an epoch more
         accelerator="gpu" if on_gpu else "cpu",
         devices=[module.drafter.device.index or 0] if on_gpu else 1,
         precision="bf16-mixed" if on_gpu else "32-true",

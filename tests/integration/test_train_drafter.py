@@ -95,7 +95,6 @@ def test_a_killed_training_ends_where_an_uninterrupted_one_does(whole: Path) -> 
     assert "made with drafter_training.learning_rate=0.001, this run has 0.5" in other.stdout + other.stderr
     resumed = run(parts, "drafter_training.resume=true")
     assert resumed.returncode == 0 and "going on from" in resumed.stdout, resumed.stdout + resumed.stderr
-    assert (parts / "csv/metrics.csv").exists() and (parts / "csv-2/metrics.csv").exists(), "both parts' figures"
     expected, found = (load_file(folder / "drafter/model.safetensors") for folder in (whole, parts))
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
