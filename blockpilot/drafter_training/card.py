@@ -73,7 +73,7 @@ def card(
         "",
         "| setting | value |",
         "| --- | --- |",
-        *(f"| {name} | {value} |" for name, value in trained.items() if name != "resume"),
+        *(f"| {name} | `{value}` |" for name, value in trained.items() if name != "resume"),
     ]
     if measured:
         sizes = list(measured[0].tau)
