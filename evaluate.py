@@ -1,13 +1,13 @@
-"""A policy beside the standard ones, by real decoding: ``python evaluate.py policy.path=outputs/.../policy``."""
+"""A policy beside the standard ones, by real decoding: ``python evaluate.py``, of the newest trained policy."""
 
 import hydra
 from omegaconf import DictConfig
 
-from blockpilot.config import EvaluateConfig
+from blockpilot.config import CONF_DIR, EvaluateConfig
 from blockpilot.runs.launch import launch, run_job
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="evaluate")
+@hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="evaluate")
 def main(config: DictConfig) -> None:
     """One job."""
     from blockpilot.runs.evaluate import evaluate
@@ -16,4 +16,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    launch(main)
+    launch(main, "evaluate")

@@ -3,11 +3,11 @@
 import hydra
 from omegaconf import DictConfig
 
-from blockpilot.config import TrainConfig
+from blockpilot.config import CONF_DIR, TrainConfig
 from blockpilot.runs.launch import launch, optimized, run_job
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="train")
+@hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="train")
 def main(config: DictConfig) -> float | None:
     """One job; its result is for a sweeper that searches."""
     from blockpilot.runs.train import train
@@ -16,4 +16,4 @@ def main(config: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    launch(main)
+    launch(main, "train")

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from blockpilot.errors import UserError
+from blockpilot.errors import UserError, full_errors, tell
 
 TABLE_WIDTH = 112
 
@@ -38,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return options.run(options)
     except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        if full_errors():
+            raise
+        tell(error)
         return 2
 
 

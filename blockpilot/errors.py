@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import operator
+import os
+import sys
+from collections.abc import Iterable
 
 
 class UserError(ValueError):
@@ -33,6 +37,36 @@ def integers(key: str, values: object) -> list[int]:
     except TypeError:
         raise UserError(f"{key}={brief(values)} is not allowed; expected a list of whole numbers") from None
     return [integer(f"{key}[{place}]", value) for place, value in enumerate(listed)]
+
+
+def did_you_mean(name: str, known: Iterable[str], before: str = "", cutoff: float = 0.7) -> str:
+    """``; did you mean NAME?`` with the closest of ``known``, or nothing where none is close.
+
+    Args:
+        name: what was given.
+        known: what there is.
+        before: stands before the name that is shown.
+        cutoff: likeness from which a name is close, as of ``difflib.get_close_matches``.
+    """
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"; did you mean {before}{close[0]}?" if close else ""
+
+
+FULL_ERROR = "HYDRA_FULL_ERROR"
+"""Hydra's own switch: 1 in the environment shows tracebacks."""
+ONE_LINE = "BLOCKPILOT_ONE_LINE"
+"""1 where this project has set the switch itself, to answer in one line what Hydra raises."""
+HINT = f"({FULL_ERROR}=1 shows where this comes from)"
+
+
+def full_errors() -> bool:
+    """Whether the user asked for tracebacks."""
+    return os.environ.get(FULL_ERROR) == "1" and os.environ.get(ONE_LINE) != "1"
+
+
+def tell(error: object, hint: str = HINT) -> None:
+    """Prints an error as one line, and a hint under it, where a user looks for them."""
+    print(f"error: {error}\n{hint}", file=sys.stderr)
 
 
 def brief(value: object) -> str:

@@ -17,11 +17,11 @@ from blockpilot.config.collection import (
     PromptSource,
 )
 from blockpilot.config.commands import EvaluateConfig, TrainConfig
-from blockpilot.config.compose import load_preset, to_dataclass, to_plain, to_yaml
+from blockpilot.config.compose import compose_command, load_preset, names_of, to_dataclass, to_plain, to_yaml
 from blockpilot.config.drafter_training import FIRST_WEIGHTS, DrafterTrainingConfig, TrainDrafterConfig
 from blockpilot.config.evaluation import EvaluationConfig, LoggerConfig, PolicyConfig
 from blockpilot.config.learning import ObjectiveConfig, PredictorConfig, PreprocessConfig, TrainerConfig
-from blockpilot.config.places import CONF_DIR, LATENCY_DIR, MODELS_DIR, ROOT, preset_names, project_path
+from blockpilot.config.places import CONF_DIR, LATENCY_DIR, MODELS_DIR, OUTPUTS_DIR, ROOT, preset_names, project_path
 from blockpilot.config.profiling import ProfileConfig, ProfileRunConfig
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "FIRST_WEIGHTS",
     "LATENCY_DIR",
     "MODELS_DIR",
+    "OUTPUTS_DIR",
     "ROOT",
     "CollectConfig",
     "CollectRunConfig",
@@ -53,8 +54,10 @@ __all__ = [
     "TrainDrafterConfig",
     "TrainerConfig",
     "check_device",
+    "compose_command",
     "expand_block_sizes",
     "load_preset",
+    "names_of",
     "preset_names",
     "project_path",
     "require",

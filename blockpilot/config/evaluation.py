@@ -77,7 +77,8 @@ class PolicyConfig:
     """One of conf/policy: predictor, per_round (both a trained policy's folder), fixed, best_fixed, random, oracle, ema
     or confidence."""
     path: str | None = None
-    """Folder of a trained policy, for predictor and per_round."""
+    """Folder of a trained policy, for predictor and per_round; None is that of the newest run of the same target and
+    drafter under outputs/."""
     block_size: int | None = None
     """Block size of fixed, and the one that confidence drafts; None is B."""
     tiers: list[int] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from blockpilot.config.checks import one_of, require
+from blockpilot.config.places import preset_names
 
 
 @dataclass
@@ -12,12 +13,12 @@ class PreprocessConfig:
     """Which view of the prefill the predictor reads."""
 
     kind: str = "probs"
-    """probs, logits, log_probs, topk, stats or hidden."""
+    """One of conf/preprocess: probs, logits, log_probs, topk, stats or hidden."""
     top_k: int = 64
     """Number of sorted probabilities for kind=topk."""
 
     def __post_init__(self) -> None:
-        one_of("preprocess.kind", self.kind, ("probs", "logits", "log_probs", "topk", "stats", "hidden"))
+        one_of("preprocess.kind", self.kind, tuple(preset_names("preprocess")))
         require(self.top_k >= 1, "preprocess.top_k", self.top_k, "a number of at least 1")
 
 

@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONF_DIR = ROOT / "conf"
 LATENCY_DIR = "data/latency"
 MODELS_DIR = "data/models"
+OUTPUTS_DIR = "outputs"
 
 
 def project_path(path: str | os.PathLike[str]) -> Path:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from blockpilot.config import EvaluateConfig, TrainerConfig, project_path, to_plain
-from blockpilot.errors import UserError
 from blockpilot.models import assemble_pair, locate_pair
 from blockpilot.oracle import LabelTable, candidates_of, concatenate
 from blockpilot.policies import FixedPolicy
@@ -17,6 +16,7 @@ from blockpilot.runs.job import start_job
 from blockpilot.runs.labels import Labels, read_sources, unseen
 from blockpilot.runs.latency import find_profile, speed_figures
 from blockpilot.runs.loggers import job_logger
+from blockpilot.runs.newest import with_newest_policy
 from blockpilot.runs.policies import BEST_FIXED, LEARNED, Known, block_sizes_of, compared_policies, row_name
 from blockpilot.runs.results import write_results
 
@@ -32,6 +32,8 @@ def evaluate(config: EvaluateConfig, folder: Path, group: str | None = None) -> 
     labelled for that, and where a data set has no test prompts of its own, those that training would hold out are
     tested.
 
+    A trained policy that is not named is that of the newest run of the same pair under ``outputs/``.
+
     Args:
         config: the run's configuration.
         folder: output folder, already there.
@@ -42,6 +44,8 @@ def evaluate(config: EvaluateConfig, folder: Path, group: str | None = None) -> 
     """
     start_job(config.seed)
     locate_pair(config.model, config.drafter)
+    if config.policy.name in LEARNED and config.policy.path is None:
+        config = with_newest_policy(config)
     trained = _trained_policy(config)
     rows = config.evaluation.policies
     learns = trained is None and BEST_FIXED in (config.policy.name, *rows)
@@ -104,8 +108,5 @@ def _trained_policy(config: EvaluateConfig) -> PredictorPolicy | None:
     """The predictor of ``policy.path``, read before any model is; None for a policy that needs none."""
     if config.policy.name not in LEARNED:
         return None
-    if config.policy.path is None:
-        raise UserError(
-            f"policy={config.policy.name} needs policy.path, got null; expected the policy folder of a training run"
-        )
+    assert config.policy.path is not None
     return load_policy(project_path(config.policy.path))

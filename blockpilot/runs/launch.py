@@ -9,18 +9,25 @@ from __future__ import annotations
 import errno
 import logging
 import math
+import os
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from blockpilot.config import to_dataclass, to_yaml
-from blockpilot.errors import UserError
+from blockpilot.errors import FULL_ERROR, HINT, ONE_LINE, UserError, full_errors, tell
+from blockpilot.runs.overrides import explain
 
 log = logging.getLogger("blockpilot")
 
@@ -42,24 +49,71 @@ _FAILED = "failed-*.txt"
 """In the folder of a sweep: the error of each job that failed, by its number."""
 _GRID = "BasicSweeper"
 """Hydra's own sweeper, which asks nothing of its jobs."""
+_NOT_COMPOSED = (HydraException, OmegaConfBaseException, ValueError)
+"""What Hydra raises about a command line."""
+_HELP = "(--help lists groups, presets and the most used keys; --cfg job shows all keys)"
 _GO_ON = "interrupted; labels collected so far are kept, and the same command goes on from them"
 
 
-def launch(main: Callable[[], object]) -> None:
-    """Runs an entry decorated by Hydra; an interrupt ends it with one line and exit code 130.
+def launch(main: Callable[[], object], command: str) -> None:
+    """Runs an entry decorated by Hydra and turns whatever ends it into lines and an exit code.
 
-    A sweep that ends by an exception (a search none of whose trials gave a figure, or a bug in one job) has printed it;
-    the errors of the jobs that failed before come last, where they are seen.
+    What cannot be composed is one line and exit code 2, an interrupt one line and 130. An exception of a job, or of
+    what launched it, is a bug: its traceback is shown from the job on, since to see it a user would have to run the
+    job again. With ``HYDRA_FULL_ERROR=1`` every traceback is shown, whole. A sweep that ends by an exception has
+    printed it; the errors of the jobs that failed before come last, where they are seen.
+
+    Args:
+        main: the entry.
+        command: its configuration, as in ``conf/``.
     """
     try:
-        main()
-    except SystemExit as end:
-        if end.code == 1:
-            FailedJobs.tell_of_unfinished()
-        raise
+        with _raising():
+            main()
     except KeyboardInterrupt:  # while it composed, or waited for jobs in other processes
         print(_GO_ON, file=sys.stderr)
         sys.exit(INTERRUPTED)
+    except Exception as error:
+        code = _tell_why(error, command)
+        FailedJobs.tell_of_unfinished()
+        sys.exit(code)
+
+
+def _tell_why(error: Exception, command: str) -> int:
+    """Prints what ended the command, and returns its exit code."""
+    job = _from_the_job_on(error)
+    typed = isinstance(error, HydraException) or (isinstance(error, _NOT_COMPOSED) and not FailedJobs.is_unfinished())
+    if full_errors():
+        traceback.print_exc()
+    elif job is None and typed:
+        tell(explain(error, command, sys.argv[1:]), _HELP)
+    else:
+        traceback.print_exception(error.with_traceback(job or error.__traceback__))
+    return USER_ERROR if job is None and typed else 1
+
+
+@contextmanager
+def _raising() -> Iterator[None]:
+    """Has Hydra raise its errors instead of printing them."""
+    before = {name: os.environ.get(name) for name in (FULL_ERROR, ONE_LINE)}
+    if not full_errors():
+        os.environ |= {FULL_ERROR: "1", ONE_LINE: "1"}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _from_the_job_on(error: Exception) -> TracebackType | None:
+    """The traceback without Hydra's frames above the job; None where no job had begun."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code is not run_job.__code__:
+        frame = frame.tb_next
+    return frame
 
 
 def run_job(config: DictConfig, schema: type[T], run: Callable[[T, Path, str | None], object]) -> float | None:
@@ -124,9 +178,11 @@ def optimized(run: Callable[[S, Path, str | None], Mapping[str, Any]]) -> Callab
 
 def _fail(error: str) -> None:
     """Tells why this job failed: a single run ends, a job of a multirun leaves word for who launched it."""
-    log.error("error: %s", error)
+    log.error("error: %s", error, exc_info=full_errors())
     hydra = HydraConfig.get()
     if hydra.mode != RunMode.MULTIRUN:
+        if not full_errors():
+            log.error(HINT)
         sys.exit(USER_ERROR)
     path = Path(hydra.sweep.dir) / _FAILED.replace("*", str(hydra.job.num))
     path.write_text(f"job {hydra.job.num}: {error} ({' '.join(hydra.overrides.task)})\n", encoding="utf-8")
@@ -155,6 +211,11 @@ class FailedJobs(Callback):
             log.error("error: %s", path.read_text(encoding="utf-8").rstrip())
         if failed:
             sys.exit(USER_ERROR)
+
+    @classmethod
+    def is_unfinished(cls) -> bool:
+        """Whether a multirun of this process has started and not ended."""
+        return cls._unfinished is not None
 
     @classmethod
     def tell_of_unfinished(cls) -> None:

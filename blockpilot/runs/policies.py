@@ -118,7 +118,7 @@ def compared_policies(
 
 def settings_of(name: str) -> PolicyConfig:
     """A policy's settings as ``conf/policy`` has them."""
-    return PolicyConfig(name) if name in LEARNED else load_preset("policy", name, PolicyConfig)
+    return load_preset("policy", name, PolicyConfig)
 
 
 def block_sizes_of(names: Sequence[str], question: PolicyConfig, trained: int) -> list[int]:

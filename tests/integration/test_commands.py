@@ -176,13 +176,10 @@ def test_a_multirun_is_three_runs_three_wandb_folders_and_one_cache(run: Run, tm
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["train.py", "model=qwen9"], ["qwen9", "qwen3-8b", "tiny"]),
         (["train.py", "predictor.k=-1"], ["predictor.k=-1", "at least 0"]),
         (["train.py", "predictor.k=5"], ["predictor.k=5", "oracle.radius=3", "raise oracle.radius"]),
-        (["train.py", "predictor.kk=1"], ["predictor.kk"]),
         (["train.py", "device=cuda:7"], ["device='cuda:7'"]),
         (["evaluate.py", "policy=fixed", "policy.block_size=0"], ["policy.block_size=0", "1 or more"]),
-        (["evaluate.py"], ["policy.path"]),
         (["evaluate.py", "policy.path=nowhere"], ["nowhere", "config.json"]),
         (["train.py", "dataset=jsonl"], ["dataset.jsonl.train.path"]),
         (["train.py", "dataset=jsonl", "dataset.jsonl.train.path=no.jsonl"], ["no.jsonl"]),

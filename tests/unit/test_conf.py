@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 
@@ -25,6 +24,7 @@ from blockpilot.config import (
     PromptSource,
     TrainConfig,
     TrainDrafterConfig,
+    compose_command,
     load_preset,
     preset_names,
     to_dataclass,
@@ -56,8 +56,6 @@ REQUIRED = {
     ("drafter", "local"): ["drafter.path=/some/folder"],
     ("dataset", "jsonl"): ["dataset.jsonl.train.path=prompts.jsonl"],
     ("dataset", "txt"): ["dataset.txt.train.path=prompts.txt"],
-    ("policy", "predictor"): ["policy.path=/some/folder"],
-    ("policy", "per_round"): ["policy.path=/some/folder"],
 }
 FILE_DATASETS = ("tiny", "tiny-prose", "tiny-tasks", "jsonl", "txt")
 MATHS = ("gsm8k", "math500", "aime24", "aime25")
@@ -66,13 +64,10 @@ HUB_DATASETS = (*MATHS, *CODE, "mt-bench", "alpaca", "sharegpt")
 
 
 def composed(command: str, *overrides: str, hydra: bool = False) -> DictConfig:
-    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        return compose(command, list(overrides), return_hydra_config=hydra)
+    return compose_command(command, overrides, with_hydra=hydra)
 
 
 def configured(command: str, *overrides: str) -> Any:
-    if command == "evaluate" and not any(o.startswith("policy") for o in overrides):
-        overrides = (*overrides, *REQUIRED["policy", "predictor"])
     return to_dataclass(composed(command, *overrides), SCHEMAS[command])
 
 
@@ -115,15 +110,14 @@ def test_preset_composes_and_validates(command: str, group: str, name: str) -> N
 
 @pytest.mark.parametrize(("group", "name"), REQUIRED)
 def test_what_a_preset_leaves_open_is_an_error_naming_the_key(group: str, name: str) -> None:
-    command = "evaluate" if group == "policy" else "train"
     key = REQUIRED[group, name][0].split("=")[0]
-    assert key in OmegaConf.missing_keys(composed(command, f"{group}={name}"))
+    assert key in OmegaConf.missing_keys(composed("train", f"{group}={name}"))
     if group in ("model", "drafter"):
         with pytest.raises(UserError, match=key):
-            configured(command, f"{group}={name}")
+            configured("train", f"{group}={name}")
     if group == "dataset":
         with pytest.raises(UserError, match=key):
-            load_prompts(name, configured(command, f"{group}={name}").dataset[name].train)
+            load_prompts(name, configured("train", f"{group}={name}").dataset[name].train)
 
 
 @pytest.mark.parametrize("name", preset_names("model"))
@@ -147,11 +141,9 @@ def test_the_defaults_are_the_embedded_pair() -> None:
 @pytest.mark.parametrize("command", SCHEMAS)
 def test_yaml_says_what_the_types_say(command: str) -> None:
     """A value left out of the YAML, or one that differs from the documented default, is a second truth."""
-    config = configured(command, *(["policy=fixed"] if command == "evaluate" else []))
+    config = configured(command)
     required = {name: getattr(config, name) for name in ("model", "drafter", "dataset") if name in composed(command)}
     defaults = SCHEMAS[command](**required)
-    if isinstance(defaults, EvaluateConfig):
-        defaults.policy = config.policy
     if isinstance(defaults, TrainConfig):  # the one value that follows the model
         assert config.predictor.width == 256
         defaults.predictor.width = 256

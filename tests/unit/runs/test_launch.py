@@ -41,7 +41,7 @@ def main(config):
     run_job(config, Settings, work)
 
 if __name__ == "__main__":
-    launch(main)
+    launch(main, "app")
 """
 SEARCH = """
 import math
@@ -71,7 +71,7 @@ def main(config):
     return run_job(config, Settings, optimized(work))
 
 if __name__ == "__main__":
-    launch(main)
+    launch(main, "app")
 """
 PLUGINS = {
     "basic": "hydra",
@@ -119,10 +119,13 @@ def test_a_single_run(app: list[str], tmp_path: Path) -> None:
     assert finished(app, tmp_path)[0] == 0
     assert (tmp_path / "run/done.txt").read_text() == "None"
     code, output = finished([*app, "x=1"], tmp_path)
-    assert (code, output.strip()) == (2, "error: x=1 is not allowed; expected another")
+    hint = "(HYDRA_FULL_ERROR=1 shows where this comes from)"
+    assert (code, output.splitlines()) == (2, ["error: x=1 is not allowed; expected another", hint])
     assert finished([*app, "x=one"], tmp_path)[0] == 2
+    # a bug's traceback begins at the job: what is above it is Hydra's
     code, output = finished([*app, "x=2"], tmp_path)
     assert code == 1 and "RuntimeError: a bug" in output
+    assert "in run_job" in output and "hydra/_internal" not in output
 
 
 @pytest.mark.parametrize("launcher", PLUGINS)
@@ -143,6 +146,13 @@ def test_failed_jobs_of_a_multirun_stop_no_other_and_are_told(app: list[str], tm
     code, output = finished([*multirun, "x=0,4", "-m"], tmp_path)
     assert code == 0, output
     assert "error" not in output and not list((tmp_path / "sweep").glob("*.txt"))
+
+
+@pytest.mark.parametrize("x", [1, 2])
+def test_where_tracebacks_are_asked_for_they_are_whole(app: list[str], tmp_path: Path, x: int) -> None:
+    code, output = finished(["env", "HYDRA_FULL_ERROR=1", *app, f"x={x}"], tmp_path)
+    assert code == (2 if x == 1 else 1)
+    assert "Traceback" in output and ("hydra/_internal" in output or x == 1) and "shows where" not in output
 
 
 def test_the_errors_of_a_multirun_that_a_bug_ends_come_last(app: list[str], tmp_path: Path) -> None:
