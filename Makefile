@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/python train.py
@@ -17,9 +17,13 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# into site/, which needs no network to be read
+docs: .venv/.docs
+	$(BIN)/python -m mkdocs build --strict
+
 # caches of prompts and runs (data/cache, outputs) are the user's work and stay
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find blockpilot tests -name __pycache__ -prune -exec rm -rf {} +
 
 # dflash, the reference decoder that tests compare with, comes alone: it pins older versions of what is installed
@@ -28,4 +32,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	$(BIN)/python -m pip install --quiet --no-deps dflash==0.1.0
+	touch $@
+
+.venv/.docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@
