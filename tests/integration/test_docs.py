@@ -1,8 +1,8 @@
 """What README and docs say can be typed: every block runs here, or says why not; every command's configuration holds.
 
 A block of ``bash`` or ``python`` under ``<!-- not run: REASON -->`` is not run. All others are, page by page with the
-tutorial first, in one folder, on few prompts. Of commands that are not run, options and configuration are checked. Other
-languages (``text``, ``yaml``) are for reading.
+tutorial first, in one folder, on few prompts. Of commands that are not run, options and configuration are checked.
+Other languages (``text``, ``yaml``) are for reading.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import blockpilot as bp
-from blockpilot.config import compose_command, to_dataclass
+from blockpilot.config import compose_command, names_of, preset_names, to_dataclass
 from blockpilot.config.reference import COMMANDS
 from blockpilot.runs.launch import launch
 
@@ -246,6 +246,14 @@ def test_the_python_page_has_the_public_names() -> None:
     shown = set(re.findall(r"^::: blockpilot\.(\S+)$", page, re.MULTILINE))
     assert {name for name in shown if not name.startswith("oracle.")} == set(bp.__all__) - {"oracle"}
     assert all(hasattr(bp.oracle, name.removeprefix("oracle.")) for name in shown if name.startswith("oracle."))
+
+
+def test_the_page_of_keys_names_every_preset() -> None:
+    page = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    groups = {group for command in SCHEMAS for group in names_of(command)[1]} | {"sweep"}
+    for group in sorted(groups - {"drafter_training"}):
+        (row,) = [line for line in page.splitlines() if re.match(rf"\| .*`{group}`.* \| `", line)]
+        assert set(preset_names(group)) <= set(re.findall("`([^`]+)`", row)), group
 
 
 @pytest.mark.parametrize("page", PAGES)
