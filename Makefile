@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint docs clean
+.PHONY: demo test test-all chromium lint docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/python train.py
@@ -11,6 +11,16 @@ demo: $(INSTALLED)
 # two workers with one thread each, since torch would start as many threads as there are cores in both; who is done first takes over
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+# the same with a browser at hand, without which the tests of the report's page skip themselves
+test-all: chromium
+	$(MAKE) test
+
+# Debian's; elsewhere any of the names in tests/chromium.py will do
+chromium:
+	@command -v chromium >/dev/null || { test "$$(id -u)" = 0 && apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || \
+	  echo "chromium is not here and cannot be installed: tests in a browser are skipped"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -79,7 +79,7 @@ def open_cache(
     """
     key = cache_key(pair, rows, generation, oracle)
     folder = key.folder(root, pair.name, source)
-    return LabelCache(folder, key, len(rows), collect.shard_size, _provenance(pair))
+    return LabelCache(folder, key, len(rows), collect.shard_size, provenance(pair))
 
 
 def fill(
@@ -182,7 +182,8 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
 
 
-def _provenance(pair: Pair) -> dict[str, str]:
+def provenance(pair: Pair) -> dict[str, str]:
+    """What is worth knowing beside a result, though it does not decide it: versions, device, commit."""
     facts = {name: version(name) for name in ("torch", "transformers")}
     facts["python"] = platform.python_version()
     facts["device"] = _device_name(pair.device)

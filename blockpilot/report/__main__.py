@@ -1,4 +1,4 @@
-"""Reports on data that is already there: ``python -m blockpilot.report sweep FOLDER``, or ``ablation DIR``."""
+"""Reports on data that is already there: ``python -m blockpilot.report build DIR``, or ``sweep``, or ``ablation``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from blockpilot.report.ablation import (
     gather,
 )
 from blockpilot.report.ablation_files import read_multirun
-from blockpilot.report.plots import ablation_figure, locality_figure, save_png
+from blockpilot.report.build import build_report
+from blockpilot.report.drawing import save_png
+from blockpilot.report.plots import ablation_figure, locality_figure
 from blockpilot.report.sweep import choice_lines, oracle_table, print_tables, prompts_line, runs, sizes_table
 from blockpilot.report.sweep_files import CHOICES, read_sweep
 
@@ -31,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m blockpilot.report", description=__doc__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_build(commands)
     _add_sweep(commands)
     _add_ablation(commands)
     options = parser.parse_args(arguments)
@@ -40,6 +43,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _add_build(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    about = "The page of a finished run, or of a multirun, from the files in its folder: report.html, plots/NAME.png."
+    parser = commands.add_parser("build", help=about, description=about)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="output folder of a run or a multirun")
+    parser.set_defaults(run=_build)
+
+
+def _build(options: argparse.Namespace) -> None:
+    with _writing("DIR", options.folder):
+        print(f"report in {build_report(options.folder)}")
 
 
 def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -28,9 +28,10 @@ GAIN = "test/tau_gain"
 """tau less that of always-B on the same prompts, job by job."""
 _ALWAYS = "_always"
 """Ends the name of always-B's figure."""
-_COLUMNS = (
+COLUMNS = (
     REGRET, REGRET + _ALWAYS, TAU, TAU + _ALWAYS, GAIN, HEADROOM, "test/accuracy",
 )  # fmt: skip
+"""Figures shown of every setting."""
 _SHARES = ("regret", "accuracy", "headroom_captured")
 """Figures whose names hold one of these are shown in per cent."""
 INTERVAL = "95 % Student t interval over seeds"
@@ -111,14 +112,14 @@ def ablation_table(ablation: Ablation, extra: str | None = None) -> Table:
         ablation: what to show.
         extra: a figure to show behind the usual ones, if it is none of them.
     """
-    columns = [*_COLUMNS, *([extra] if extra is not None and extra not in _COLUMNS else [])]
+    columns = [*COLUMNS, *([extra] if extra is not None and extra not in COLUMNS else [])]
     table = Table(
         title=Text(f"{', '.join(ablation.keys) or 'one setting'} on all test prompts: mean ± half of the {INTERVAL}")
     )
     for key in ablation.keys or ("setting",):
         table.add_column(short_name(key), no_wrap=True)
     for name in columns:
-        table.add_column(_heading(name), justify="right")
+        table.add_column(figure_heading(name), justify="right")
         if name == GAIN:
             table.add_column("at 95%", justify="right")
     table.add_column("seeds", justify="right")
@@ -126,7 +127,7 @@ def ablation_table(ablation: Ablation, extra: str | None = None) -> Table:
         cells: list[str] = []
         for name in columns:
             figure = one.figures.get(name, over_repetitions([]))
-            cells.append(_cell(name, figure, len(one.jobs)))
+            cells.append(figure_cell(name, figure, len(one.jobs)))
             if name == GAIN:
                 cells.append((figure.verdict or NO_VALUE).replace(" ", "\n"))
         named = list(one.values.values()) or [one.label]
@@ -137,10 +138,10 @@ def ablation_table(ablation: Ablation, extra: str | None = None) -> Table:
 def ablation_markdown(ablation: Ablation) -> str:
     """The usual columns as a Markdown table, for a page of results."""
     keys = [short_name(key) for key in ablation.keys] or ["setting"]
-    headings = [*keys, *(" ".join(_heading(name).split()) for name in _COLUMNS), "at 95%", "seeds"]
+    headings = [*keys, *(" ".join(figure_heading(name).split()) for name in COLUMNS), "at 95%", "seeds"]
     lines = [headings, ["---"] * len(headings)]
     for one in ablation.settings:
-        cells = [_cell(name, one.figures.get(name, over_repetitions([])), len(one.jobs)) for name in _COLUMNS]
+        cells = [figure_cell(name, one.figures.get(name, over_repetitions([])), len(one.jobs)) for name in COLUMNS]
         verdict = (one.figures[GAIN].verdict if GAIN in one.figures else None) or NO_VALUE
         lines.append([*(list(one.values.values()) or [one.label]), *cells, verdict, str(len(one.jobs))])
     # a bar in a value is no border
@@ -221,6 +222,31 @@ def always_of(figure: str, setting: Setting) -> float | None:
     return known.mean if known is not None and known.count else None
 
 
+def figure_heading(name: str) -> str:
+    """A figure's name over its column, in lines."""
+    if name == GAIN:
+        return "tau -\nalways-B"
+    own = name.removeprefix("test/")
+    return f"{own.removesuffix(_ALWAYS)}\nalways-B" if own.endswith(_ALWAYS) else own.replace("_", "\n")
+
+
+def figure_cell(name: str, figure: Replicated, jobs: int) -> str:
+    """Mean and half of the interval, rounded for people, in lines; of how many jobs where not all have it."""
+    if not figure.count:
+        return NO_VALUE
+    sign = "+" if name == GAIN else ""
+    digits = "0%" if HEADROOM in name else "1%" if "accuracy" in name else "2%" if is_share(name) else "3f"
+    style = f"{{:{sign}.{digits}}}"
+    lines = [style.format(figure.mean)]
+    # always-B on the same prompts is the same with every seed
+    if figure.interval is not None and not (name.endswith(_ALWAYS) and figure.low == figure.high):
+        half = (figure.interval[1] - figure.interval[0]) / 2
+        lines.append(f"± {style.replace('+', '').format(half)}")
+    if figure.count < jobs:
+        lines.append(f"(of {figure.count})")
+    return "\n".join(lines)
+
+
 def _varied_keys(jobs: Sequence[Job]) -> tuple[str, ...]:
     keys = dict.fromkeys(key for job in jobs for key in job.overrides)
     return tuple(key for key in keys if key != SEED and len({job.overrides.get(key) for job in jobs}) > 1)
@@ -272,26 +298,3 @@ def _seeds_vary(jobs: Sequence[Job]) -> str:
     test = f"which prompts of {', '.join(split)} are tested" if split else "the test prompts are the same"
     varied = "initial weights, the order of batches and which training prompts are kept for validation"
     return f"Seeds vary {varied}{', and ' if split else '; '}{test}."
-
-
-def _heading(name: str) -> str:
-    if name == GAIN:
-        return "tau -\nalways-B"
-    own = name.removeprefix("test/")
-    return f"{own.removesuffix(_ALWAYS)}\nalways-B" if own.endswith(_ALWAYS) else own.replace("_", "\n")
-
-
-def _cell(name: str, figure: Replicated, jobs: int) -> str:
-    if not figure.count:
-        return NO_VALUE
-    sign = "+" if name == GAIN else ""
-    digits = "0%" if HEADROOM in name else "1%" if "accuracy" in name else "2%" if is_share(name) else "3f"
-    style = f"{{:{sign}.{digits}}}"
-    lines = [style.format(figure.mean)]
-    # always-B on the same prompts is the same with every seed
-    if figure.interval is not None and not (name.endswith(_ALWAYS) and figure.low == figure.high):
-        half = (figure.interval[1] - figure.interval[0]) / 2
-        lines.append(f"± {style.replace('+', '').format(half)}")
-    if figure.count < jobs:
-        lines.append(f"(of {figure.count})")
-    return "\n".join(lines)

@@ -34,6 +34,11 @@ class Job:
     """Data sets without test prompts of their own: which are tested depends on the seed."""
 
 
+def is_multirun(folder: Path) -> bool:
+    """Whether Hydra ran jobs in numbered folders there."""
+    return folder.is_dir() and any(_is_job(path) for path in folder.iterdir())
+
+
 def read_multirun(folder: Path) -> list[Job]:
     """The jobs of a multirun in the order of their numbers.
 
@@ -42,14 +47,18 @@ def read_multirun(folder: Path) -> list[Job]:
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; expected that of a multirun, such as outputs/multirun/DAY/TIME")
-    numbered = sorted((int(path.name), path) for path in folder.iterdir() if path.name.isdecimal())
-    jobs = [_read_job(folder, number, path) for number, path in numbered if (path / ".hydra/overrides.yaml").is_file()]
+    numbered = sorted((int(path.name), path) for path in folder.iterdir() if _is_job(path))
+    jobs = [_read_job(folder, number, path) for number, path in numbered]
     if not jobs:
         raise UserError(
             f"{folder} has no jobs; expected a multirun's folder, with a folder N/.hydra of each job N (a multirun is "
             "python train.py -m ..., its folder is hydra.sweep.dir)"
         )
     return jobs
+
+
+def _is_job(path: Path) -> bool:
+    return path.name.isdecimal() and (path / ".hydra/overrides.yaml").is_file()
 
 
 def _read_job(folder: Path, number: int, path: Path) -> Job:

@@ -1,18 +1,16 @@
-"""The final table and figures of a run in Weights & Biases.
+"""The final table and charts of a run in Weights & Biases.
 
 Knows Lightning loggers; with any other logger, or none, the files in the run's folder are all there is.
 """
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
-from matplotlib.figure import Figure
-from PIL import Image
 
 from blockpilot.metrics import PolicySummary
 from blockpilot.report.table import summary_rows
@@ -25,10 +23,10 @@ ALL = "all"
 def log_summary(
     logger: Logger | None,
     summaries: Sequence[PolicySummary],
-    figures: Mapping[str, Figure] | None = None,
+    charts: Mapping[str, Path] | None = None,
     datasets: Mapping[str, Sequence[PolicySummary]] | None = None,
 ) -> None:
-    """Logs ``policies``, a table, and one ``figures/<caption>`` image per figure.
+    """Logs ``policies``, a table, and one ``figures/<name>`` image per chart.
 
     The table has the keys of ``summary_rows``, ``choices`` as JSON, after ``dataset``: ``all``, then every data set.
 
@@ -46,12 +44,5 @@ def log_summary(
         for name, row in zip(names, summary_rows([one for own in parts.values() for one in own]), strict=True)
     ]
     table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
-    images = {f"figures/{caption}": wandb.Image(_pixels(figure)) for caption, figure in (figures or {}).items()}
+    images = {f"figures/{name}": wandb.Image(str(png)) for name, png in (charts or {}).items()}
     logger.experiment.log({"policies": table, **images})
-
-
-def _pixels(figure: Figure) -> Image.Image:
-    """A figure as an image on white: W&B shows it on a page of its own colour."""
-    png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=160, facecolor="white")
-    return Image.open(png)

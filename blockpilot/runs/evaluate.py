@@ -80,8 +80,8 @@ def evaluate(config: EvaluateConfig, folder: Path, group: str | None = None) -> 
         }
         if logger is not None:
             logger.log_metrics(metrics)
-        write_results(folder, config, pair, table, decoded, summaries, metrics, logger, latency)
-    log.info("results in %s", folder)
+        report = write_results(folder, config, pair, table, decoded, summaries, name, metrics, logger, latency)
+    log.info("results in %s, to be read in %s", folder, report)
     return metrics
 
 

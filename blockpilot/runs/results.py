@@ -5,30 +5,39 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
-from blockpilot.config import EvaluateConfig, TrainConfig, to_yaml
+from blockpilot.config import EvaluateConfig, TrainConfig
 from blockpilot.decoding import LatencyProfile
 from blockpilot.decoding.latency import device_name
 from blockpilot.metrics import DecodedPrompt, PolicySummary
 from blockpilot.models import Pair
 from blockpilot.oracle import LabelTable
+from blockpilot.oracle.collect import provenance
 from blockpilot.report import (
-    choice_figure,
+    About,
+    Curves,
+    build_run,
+    chart_file,
     dataset_table,
     log_summary,
     print_tables,
+    read_run,
+    run_charts,
     summary_rows,
     summary_table,
-    tau_bar_figure,
-    tau_curve_figure,
+    write_about,
+    write_curves,
     write_decisions,
-    write_report,
 )
+from blockpilot.report.run_files import DECISIONS, METRICS, PROMPTS
 from blockpilot.runs.compare import summarize_datasets
+from blockpilot.runs.policies import always
 
 
 def write_results(
@@ -38,13 +47,15 @@ def write_results(
     table: LabelTable,
     decoded: Sequence[DecodedPrompt],
     summaries: Sequence[PolicySummary],
+    policy: str,
     metrics: Mapping[str, Any],
     logger: Logger | None,
     latency: LatencyProfile | None = None,
-) -> None:
-    """Writes ``metrics.json``, ``decisions.parquet`` and ``report.html``, logs the table, prints it.
+) -> Path:
+    """Writes the files of a run and, from them, its report; logs the table, prints it; returns the report.
 
-    Where the decoded prompts are of several data sets, each has figures of its own beside those of all.
+    The files are ``metrics.json``, ``decisions.parquet``, ``prompts.parquet`` and ``run.json``. Where the decoded
+    prompts are of several data sets, each has figures of its own beside those of all.
 
     Args:
         folder: output folder of the run.
@@ -52,6 +63,7 @@ def write_results(
         pair: the pair that decoded.
         table: labels of all test prompts.
         decoded, summaries: of the prompts that were decoded, or simulated.
+        policy: name of the row in question.
         metrics: figures to keep beside the table.
         logger: the run's logger.
         latency: the profile behind the regret in speed, if there is one.
@@ -60,35 +72,33 @@ def write_results(
     content: dict[str, Any] = {**metrics, "policies": summary_rows(summaries)}
     if datasets:
         content["datasets"] = {name: summary_rows(own) for name, own in datasets.items()}
-    (folder / "metrics.json").write_text(json.dumps(_json_safe(content), indent=2) + "\n", encoding="utf-8")
-    write_decisions(folder / "decisions.parquet", decoded)
-    figures = {
-        "tau by block size (labels of all test prompts)": tau_curve_figure(table),
-        "tau by policy (prompts of the table)": tau_bar_figure(summaries),
-        "block sizes chosen": choice_figure(decoded),
-    }
-    log_summary(logger, summaries, figures, datasets)
-    write_report(
-        folder / "report.html",
-        title=f"BlockPilot on {pair.name}",
-        summaries=summaries,
-        figures=figures,
-        config_yaml=to_yaml(config),
-        facts={
-            "model": pair.name,
-            "device": device_name(pair.device),
-            "data sets": ", ".join(config.dataset),
-            "trained block size B": str(pair.block_size),
-            "candidates": ", ".join(map(str, table.block_sizes)),
-            "temperature": str(config.generation.temperature),
-            "output budget": f"{config.generation.max_new_tokens} tokens",
-            "test prompts": f"{len(table)} labelled, {summaries[0].num_prompts} in the table",
-            "seed": str(config.seed),
-            **({} if latency is None else {"latency profile": latency.device}),
-        },
-        datasets=datasets,
-    )
+    (folder / METRICS).write_text(json.dumps(_json_safe(content), indent=2) + "\n", encoding="utf-8")
+    write_decisions(folder / DECISIONS, decoded)
+    write_curves(folder / PROMPTS, Curves.of(table, pair.decode))
+    write_about(folder, _about(pair, policy, latency))
+    run = read_run(folder)
+    charts = run_charts(run)
+    report = build_run(folder, run, charts)
+    log_summary(logger, summaries, {chart.name: chart_file(folder, chart) for chart in charts}, datasets)
     print_tables(summary_table(summaries), *([dataset_table(datasets)] if datasets else []))
+    return report
+
+
+def _about(pair: Pair, policy: str, latency: LatencyProfile | None) -> About:
+    return About(
+        model=pair.name,
+        device=device_name(pair.device),
+        policy=policy,
+        always=always(pair.block_size),
+        trained_block_size=pair.block_size,
+        latency_profile=None if latency is None else latency.device,
+        provenance={
+            "written": datetime.now(UTC).isoformat(timespec="seconds"),
+            "blockpilot": version("blockpilot"),
+            **provenance(pair),
+            **{f"identity of {name}": value for name, value in pair.identity.items()},
+        },
+    )
 
 
 def _json_safe(value: Any) -> Any:

@@ -24,6 +24,7 @@ from blockpilot.learning.callbacks import (
     monitored,
 )
 from blockpilot.learning.datamodule import LabelDataModule
+from blockpilot.learning.history import History
 from blockpilot.learning.module import BlockSizeModule
 from blockpilot.metrics import best_fixed, regret_per_prompt
 from blockpilot.models import Pair, assemble_pair, locate_pair
@@ -36,7 +37,7 @@ from blockpilot.runs.job import start_job
 from blockpilot.runs.labels import Labels, read_sources
 from blockpilot.runs.latency import find_profile, round_seconds, speed_figures
 from blockpilot.runs.loggers import job_logger
-from blockpilot.runs.policies import AUTOREGRESSIVE, Known, always, block_sizes_of, compared_policies
+from blockpilot.runs.policies import AUTOREGRESSIVE, PREDICTOR, Known, always, block_sizes_of, compared_policies
 from blockpilot.runs.processes import is_first, side_by_side
 from blockpilot.runs.results import write_results
 from blockpilot.runs.resume import checkpoint_to_resume
@@ -83,7 +84,7 @@ def train(config: TrainConfig, folder: Path, group: str | None = None) -> dict[s
         )  # fmt: skip
         summaries = compare.summarize_against(decoded, shown, pair.block_size, config.evaluation, config.seed, latency)
         final = {
-            **compare.figures(summaries, "predictor", pair.block_size),
+            **compare.figures(summaries, PREDICTOR, pair.block_size),
             **speed_figures(shown, latency, pair.block_size),
         }
         metrics = {
@@ -94,8 +95,10 @@ def train(config: TrainConfig, folder: Path, group: str | None = None) -> dict[s
         }
         if logger is not None:
             logger.log_metrics(final)
-        write_results(folder, config, pair, data.test_table, decoded, summaries, metrics, logger, latency)
-    log.info("results in %s", folder)
+        report = write_results(
+            folder, config, pair, data.test_table, decoded, summaries, PREDICTOR, metrics, logger, latency
+        )
+    log.info("results in %s, to be read in %s", folder, report)
     return metrics
 
 
@@ -162,7 +165,7 @@ def fit(
     """
     checkpoints = folder / "checkpoints"
     callbacks = early_stopping_and_checkpoints(config.trainer.patience, checkpoints, monitored(config.objective.name))
-    callbacks.append(RichProgressBar())
+    callbacks += [History(folder), RichProgressBar()]
     if config.evaluation.every_n_epochs > 0:
         callbacks.append(
             DecodingEvaluation(
@@ -259,8 +262,8 @@ def _decode_now(
         policies: dict[str, BlockSizePolicy] = {
             AUTOREGRESSIVE: FixedPolicy(1),
             always(pair.block_size): FixedPolicy(pair.block_size),
-            "predictor": policy_of(module, pair, data),
+            PREDICTOR: policy_of(module, pair, data),
         }
         decoded = compare.decode_policies(pair, shown, policies, config.generation, "decoding test prompts")
     summaries = compare.summarize_against(decoded, shown, pair.block_size, config.evaluation, config.seed, latency)
-    return compare.figures(summaries, "predictor", pair.block_size)
+    return compare.figures(summaries, PREDICTOR, pair.block_size)

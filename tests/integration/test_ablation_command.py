@@ -42,3 +42,13 @@ def test_a_multirun_becomes_a_table_and_a_figure(
         gain = one["figures"]["test/tau"]["mean"] - one["figures"]["test/tau_always"]["mean"]
         assert one["figures"]["test/tau_gain"]["mean"] == pytest.approx(gain)
         assert one["verdict"] in ("better", "worse", "not distinguishable")
+    assert main(["build", str(folder)]) == 0
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert all(
+        f'<a href="{job}/report.html">' in page and (folder / f"{job}/report.html").is_file() for job in range(4)
+    )
+    # a job's page comes from its files alone
+    before = (folder / "0/report.html").read_text(encoding="utf-8")
+    (folder / "0/report.html").unlink()
+    assert main(["build", str(folder / "0")]) == 0
+    assert (folder / "0/report.html").read_text(encoding="utf-8") == before

@@ -38,7 +38,8 @@ def test_train_then_evaluate(run: Run, tmp_path: Path) -> None:
     assert {"eval/tau", "eval/tau_pooled", "eval/speedup", "eval/regret", "eval/tau_always", "test/regret"} <= set(
         metrics
     )
-    for name in ("report.html", "config.yaml", "train.log", "policy/config.json", "policy/model.safetensors"):
+    for name in ("report.html", "plots/regret.png", "prompts.parquet", "run.json", "history.jsonl", "config.yaml",
+                 "train.log", "policy/config.json", "policy/model.safetensors"):  # fmt: skip
         assert (folder / name).stat().st_size > 0
     assert list((folder / "checkpoints").glob("*.ckpt"))
     assert len(list((folder / "wandb").glob("offline-run-*"))) == 1
@@ -46,6 +47,7 @@ def test_train_then_evaluate(run: Run, tmp_path: Path) -> None:
     assert len(decisions) == 3 * len(ROWS)
     for row in ROWS:
         assert row in done.output
+    assert str(folder / "report.html") in done.output.replace("\n", "")
     policy = bp.load_policy(folder / "policy", bp.load_pair("tiny"))
     assert policy.block_sizes == (14, 15, 16, 17, 18)
 

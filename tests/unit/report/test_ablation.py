@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -315,3 +316,21 @@ def test_what_has_no_always_b_is_drawn_without() -> None:
     ]
     [axes] = ablation_figure(gather(made), "test/accuracy").axes
     assert "always-B" not in [one.get_label() for one in axes.lines]
+
+
+def test_the_page_of_a_multirun(multirun: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (multirun / "0/report.html").write_text("")
+    assert main(["build", str(multirun)]) == 0
+    assert f"report in {multirun / 'report.html'}" in capsys.readouterr().out
+    page = (multirun / "report.html").read_text(encoding="utf-8")
+    assert re.findall(r'href="([^#]*?)"', page) == ["0/report.html"]  # of the one job that has a page
+    assert '<th scope="row"><a href="0/report.html">0</a></th><td>0</td><td>finished</td>' in page
+    assert page.count("<td>unfinished</td>") == 2 and page.count("<td>failed</td>") == 1
+    means = {one.label: one.figures["test/tau"].mean for one in gather(read_multirun(multirun)).settings}
+    for mean in means.values():
+        assert f'<data value="{mean}">{mean:.3f}</data>' in page
+    assert "2 settings are not distinguishable, 1 setting is without an interval" in page
+    assert "job 12 (predictor.width=8, seed=3; failed)" in page and "predictor.width=64 seed=0" in page
+    assert {png.stem for png in (multirun / "plots").glob("*.png")} == {
+        "test-regret", "test-tau-gain", "test-tau", "test-headroom-captured",
+    }  # fmt: skip

@@ -1,4 +1,4 @@
-"""W&B: a real offline run receives the table and the figures; other loggers receive nothing."""
+"""W&B: a real offline run receives the table and the charts; other loggers receive nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from PIL import Image
 
 from blockpilot.metrics import PolicySummary
-from blockpilot.report import log_summary, summary_rows, tau_bar_figure
+from blockpilot.report import log_summary, summary_rows
 
 
 def test_offline_run_holds_the_table_and_the_figures(
@@ -19,14 +19,16 @@ def test_offline_run_holds_the_table_and_the_figures(
 ) -> None:
     for variable in ("WANDB_CACHE_DIR", "WANDB_DATA_DIR", "WANDB_CONFIG_DIR"):
         monkeypatch.setenv(variable, str(tmp_path / variable))
+    chart = tmp_path / "chart.png"
+    Image.new("RGB", (640, 480)).save(chart)
     logger = WandbLogger(project="test", save_dir=tmp_path, offline=True)
     try:
-        log_summary(logger, summaries, {"tau by policy": tau_bar_figure(summaries)}, {"math": summaries[1:]})
+        log_summary(logger, summaries, {"tau-by-policy": chart}, {"math": summaries[1:]})
         folder = Path(logger.experiment.dir)
         logged = dict(logger.experiment.summary)
     finally:
         wandb.finish()
-    assert {"policies", "figures/tau by policy"} <= set(logged)
+    assert {"policies", "figures/tau-by-policy"} <= set(logged)
     (table,) = folder.glob("media/table/policies_*.table.json")
     content = json.loads(table.read_text())
     rows = summary_rows(summaries)
@@ -35,10 +37,10 @@ def test_offline_run_holds_the_table_and_the_figures(
         row["choices"] = json.dumps(row["choices"])
     assert content["data"] == [["all", *row.values()] for row in rows] + [["math", *row.values()] for row in rows[1:]]
     (image,) = folder.glob("media/images/figures/*.png")
-    assert Image.open(image).width > 600
+    assert Image.open(image).width == 640
 
 
 def test_other_loggers_are_left_alone(tmp_path: Path, summaries: list[PolicySummary]) -> None:
     log_summary(None, summaries, {})
-    log_summary(CSVLogger(tmp_path), summaries, {"tau by policy": tau_bar_figure(summaries)})
+    log_summary(CSVLogger(tmp_path), summaries, {"tau-by-policy": tmp_path / "chart.png"})
     assert list(tmp_path.iterdir()) == []
