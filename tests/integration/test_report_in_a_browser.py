@@ -35,15 +35,15 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture
 def folder(run: Callable[..., Finished], tmp_path: Path) -> Path:
     """A run on prompts of a file, each of which ends in markup."""
-    lines = (ROOT / "data/prompts/tiny_train.jsonl").read_text(encoding="utf-8").splitlines()[:30]
+    lines = (ROOT / "data/prompts/tiny_train.jsonl").read_text(encoding="utf-8").splitlines()[:20]
     prompts = tmp_path / "prompts.jsonl"
     texts = [f"{json.loads(line)['turns'][0]} {INJECTED}" for line in lines]
     rows = [{"id": f"<b>{index}", "turns": [text]} for index, text in enumerate(texts)]
     prompts.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     done = run(
         "train.py", "dataset=jsonl", f"dataset.jsonl.train.path={prompts}", "generation.max_new_tokens=40",
-        "trainer.max_epochs=2", "trainer.test_share=0.4", "evaluation.num_prompts=3", "evaluation.bootstrap_samples=50",
-        "logger=none", f"hydra.run.dir={tmp_path / 'run'}", quick=False,
+        "trainer.max_epochs=2", "trainer.test_share=0.4", "evaluation.policies=[oracle]",
+        "evaluation.num_prompts=3", "evaluation.bootstrap_samples=50", "logger=none", f"hydra.run.dir={tmp_path / 'run'}", quick=False,
     )  # fmt: skip
     assert done.code == 0, done.output
     assert f"to be read in {tmp_path / 'run/report.html'}" in done.output.replace("\n", "")
