@@ -43,7 +43,8 @@ def folder(run: Callable[..., Finished], tmp_path: Path) -> Path:
     done = run(
         "train.py", "dataset=jsonl", f"dataset.jsonl.train.path={prompts}", "generation.max_new_tokens=40",
         "trainer.max_epochs=2", "trainer.test_share=0.4", "evaluation.policies=[oracle]",
-        "evaluation.num_prompts=3", "evaluation.bootstrap_samples=50", "logger=none", f"hydra.run.dir={tmp_path / 'run'}", quick=False,
+        "evaluation.num_prompts=3", "evaluation.bootstrap_samples=50", "logger=none",
+        f"hydra.run.dir={tmp_path / 'run'}", quick=False,
     )  # fmt: skip
     assert done.code == 0, done.output
     assert f"to be read in {tmp_path / 'run/report.html'}" in done.output.replace("\n", "")
