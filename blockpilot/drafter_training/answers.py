@@ -150,7 +150,10 @@ def self_written(
     opening, closing = _around_user_text(pair)
     key = {**target_identity(pair), "opening": opening, "closing": closing, "seed": seed, "batch": batch}
     folder = root / f"{pair.name}-self-{key_digest(key)[:12]}"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"answers_dir: {folder} cannot be made: {error.strerror}") from None
     rows: dict[str, PromptRow] = {}
     for start in range(0, count, batch):
         numbers = range(start, min(start + batch, count))
