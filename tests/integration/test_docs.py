@@ -197,7 +197,9 @@ def run_command(words: list[str], place: str, folder: Path, patch: pytest.Monkey
     own = entry(words)
     if own is None:
         assert words[:2] == ["python", "-m"], place
-        assert importlib.import_module(words[2]).main(words[3:]) == 0, place
+        module = importlib.import_module(words[2])
+        module = importlib.import_module(f"{words[2]}.__main__") if hasattr(module, "__path__") else module
+        assert module.main(words[3:]) == 0, place
         return
     command, module = ENTRIES[own[0]]
     caches = [f"latency_dir={folder}/data/latency"] if command == "profile" else [f"cache_dir={folder}/data/cache"]
