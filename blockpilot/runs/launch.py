@@ -81,15 +81,19 @@ def launch(main: Callable[[], object], command: str) -> None:
 
 def _tell_why(error: Exception, command: str) -> int:
     """Prints what ended the command, and returns its exit code."""
-    job = _from_the_job_on(error)
+    job, line = _from_the_job_on(error), None
     typed = isinstance(error, HydraException) or (isinstance(error, _NOT_COMPOSED) and not FailedJobs.is_unfinished())
+    if job is None and typed:
+        line = explain(error, command, sys.argv[1:])
+    elif job is None and isinstance(error, OSError) and error.errno in _NO_ROOM:
+        line = f"hydra.run.dir: {error.filename or 'the output folder'} cannot be written: {error.strerror}"
     if full_errors():
         traceback.print_exc()
-    elif job is None and typed:
-        tell(explain(error, command, sys.argv[1:]), _HELP)
+    elif line is not None:
+        tell(line, _HELP if typed else HINT)
     else:
         traceback.print_exception(error.with_traceback(job or error.__traceback__))
-    return USER_ERROR if job is None and typed else 1
+    return 1 if line is None else USER_ERROR
 
 
 @contextmanager

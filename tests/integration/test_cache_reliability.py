@@ -301,7 +301,7 @@ def test_a_limit_on_file_size_is_told(run: Run, server: ForkServerContext, copie
     limited = "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096));" \
               "runpy.run_module('blockpilot.collect', run_name='__main__')"  # fmt: skip
     done = run("-c", limited, *SMALL, f"cache_dir={copied}", "hydra.job_logging.handlers.file.filename=/dev/full",
-               quick=False, environment=[("OMP_NUM_THREADS", "1")])  # fmt: skip
+               "hydra.output_subdir=null", quick=False, environment=[("OMP_NUM_THREADS", "1")])  # fmt: skip
     assert done.code == 2 and "Traceback" not in done.output and "Logging error" not in done.output, done.output
     [line] = [line for line in done.output.splitlines() if line.startswith("error: ")]
     assert line.startswith(f"error: cache_dir: {path} cannot be written: File too large;")
@@ -361,9 +361,19 @@ def test_an_output_folder_on_a_full_disk_is_told(run: Run, tmp_path: Path) -> No
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.yaml").symlink_to("/dev/full")
     done = run("-m", "blockpilot.collect")
-    [line] = done.output.splitlines()
+    line, _hint = done.output.splitlines()
     assert done.code == 2
     assert line == f"error: hydra.run.dir: {tmp_path / 'run'} cannot be written: No space left on device"
+
+
+@needs_a_full_device
+def test_a_full_disk_is_told_before_the_job_begins_too(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "run/.hydra").mkdir(parents=True)
+    (tmp_path / "run/.hydra/hydra.yaml").symlink_to("/dev/full")
+    done = run("-m", "blockpilot.collect")
+    line, _hint = done.output.splitlines()
+    assert done.code == 2
+    assert line.startswith("error: hydra.run.dir: ") and line.endswith("cannot be written: No space left on device")
 
 
 @pytest.mark.parametrize("place", ["file", "below a file"])
