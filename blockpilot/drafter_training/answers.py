@@ -17,12 +17,12 @@ from typing import Any, cast
 import torch
 
 from blockpilot.decoding.trajectory import Trajectory, generate_batch
-from blockpilot.drafter_training.texts import Text, TextStore, key_digest
+from blockpilot.drafter_training.texts import Text, TextStore
 from blockpilot.errors import UserError
 from blockpilot.models import Pair
-from blockpilot.oracle.collect import sample_id
 from blockpilot.oracle.files import write_whole
-from blockpilot.oracle.manifest import prompts_digest
+from blockpilot.oracle.manifest import content_digest, prompts_digest
+from blockpilot.oracle.turns import sample_id, turn_by_turn
 from blockpilot.prompts import PromptRow
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def answers_of(
         **asdict(sampling),
         "soft_labels": min(SOFT_LABELS, pair.vocab_size),
     }
-    folder = root / f"{pair.name}-{name}-t{sampling.temperature:g}-{key_digest(key)[:12]}"
+    folder = root / f"{pair.name}-{name}-t{sampling.temperature:g}-{content_digest(key)[:12]}"
     store = TextStore(folder, key, len(rows), shard_size)
     missing = store.missing()
     on_rows(len(rows) - sum(len(store.rows_of(shard)) for shard in missing))
@@ -97,21 +97,17 @@ def answer(pair: Pair, rows: Sequence[PromptRow], sampling: Sampling) -> list[Te
 
     A prompt that leaves no room for an answer of two tokens is left out, and with it the later turns of its row.
     """
-    answers: dict[int, list[str]] = {index: [] for index in range(len(rows))}
-    texts: dict[tuple[int, int], Text] = {}
-    for turn in range(max(len(row.turns) for row in rows)):
-        prompts = {i: pair.encode(rows[i].turns[: turn + 1], answers[i]) for i in answers if len(rows[i].turns) > turn}
-        for index in [i for i in prompts if len(prompts[i]) + 2 > pair.max_positions]:
-            log.warning("prompt %r is left out: it is longer than the target allows", rows[index].id)
-            del answers[index], prompts[index]
-        outputs = generate_batch(
-            pair, list(prompts.values()), max_new_tokens=sampling.max_new_tokens, temperature=sampling.temperature,
+
+    def respond(prompts: list[list[int]]) -> list[Trajectory]:
+        return generate_batch(
+            pair, prompts, max_new_tokens=sampling.max_new_tokens, temperature=sampling.temperature,
             seed=sampling.seed, features=True, states=True,
         )  # fmt: skip
-        for index, output in zip(prompts, outputs, strict=True):
-            texts[index, turn] = _text(pair, sample_id(rows[index], turn), output)
-            answers[index].append(pair.decode(output.output_ids))
-    return [texts[place] for place in sorted(texts)]
+
+    outputs, cut = turn_by_turn(pair, rows, pair.max_positions - 2, respond)
+    for row in cut:
+        log.warning("prompt %r is left out: it is longer than the target allows", rows[row].id)
+    return [_text(pair, sample_id(rows[row], turn), output) for (row, turn), output in outputs.items()]
 
 
 @torch.inference_mode()
@@ -149,7 +145,7 @@ def self_written(
         return []
     opening, closing = _around_user_text(pair)
     key = {**target_identity(pair), "opening": opening, "closing": closing, "seed": seed, "batch": batch}
-    folder = root / f"{pair.name}-self-{key_digest(key)[:12]}"
+    folder = root / f"{pair.name}-self-{content_digest(key)[:12]}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

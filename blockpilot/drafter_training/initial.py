@@ -17,14 +17,6 @@ from blockpilot.models.drafter import DFlashDrafter
 from blockpilot.models.target import decoder_layers
 
 
-def spread_taps(depth: int, count: int) -> list[int]:
-    """DFlash's even spread of ``count`` tapped layers over a target of ``depth`` layers, from the second on."""
-    if count == 1:
-        return [depth // 2]
-    first, last = 1, max(depth - 3, 1)
-    return [round(first + i * (last - first) / (count - 1)) for i in range(count)]
-
-
 def new_drafter(
     target: PreTrainedModel, *, block_size: int, num_layers: int, target_layer_ids: Sequence[int], mask_token_id: int
 ) -> DFlashDrafter:

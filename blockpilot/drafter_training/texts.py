@@ -8,7 +8,6 @@ Shapes: T tokens of a text, N of them its answer, F tapped features, K soft labe
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -23,11 +22,11 @@ from torch import Tensor
 
 from blockpilot.errors import UserError
 from blockpilot.oracle.files import remove_leftovers, write_whole
+from blockpilot.oracle.manifest import MANIFEST, content_digest, differing_field
 
 log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
-_MANIFEST = "manifest.json"
 _TENSORS = ("tokens", "prompt_lengths", "output_lengths", "features", "soft_ids", "soft_probs")
 
 
@@ -64,13 +63,13 @@ class TextStore:
     def __init__(self, folder: Path, key: Mapping[str, Any], num_rows: int, shard_size: int) -> None:
         self.folder, self.num_rows, self.shard_size = folder, num_rows, shard_size
         wanted = {**key, "num_rows": num_rows, "shard_size": shard_size, "format_version": FORMAT_VERSION}
-        self._digest = key_digest(wanted)
+        self._digest = content_digest(wanted)
         self.num_shards = -(-num_rows // shard_size)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"answers_dir: {folder} cannot be made: {error.strerror}") from None
-        path = folder / _MANIFEST
+        path = folder / MANIFEST
         if not path.exists():
             text = json.dumps(wanted, indent=2).encode()
             write_whole(path, lambda file: file.write(text), keep_existing=True, key="answers_dir")
@@ -84,12 +83,12 @@ class TextStore:
             raise UserError(
                 f"answers_dir: {path} cannot be read: {error}; remove this file alone and run again"
             ) from None
-        for name in sorted(wanted.keys() | there.keys()):
-            if there.get(name) != wanted.get(name):
-                raise UserError(
-                    f"answers_dir: {path.parent} was made with {name}={there.get(name)!r}, this run asks for "
-                    f"{name}={wanted.get(name)!r}; use another answers_dir or remove that folder"
-                )
+        name = differing_field(there, wanted)
+        if name is not None:
+            raise UserError(
+                f"answers_dir: {path.parent} was made with {name}={there.get(name)!r}, this run asks for "
+                f"{name}={wanted.get(name)!r}; use another answers_dir or remove that folder"
+            )
 
     def rows_of(self, shard: int) -> range:
         """Indices of the prompt rows of a shard."""
@@ -158,8 +157,3 @@ class TextStore:
         features = columns["features"].split([total - 1 for total in totals])
         soft_ids, soft_probs = columns["soft_ids"].split(outputs), columns["soft_probs"].split(outputs)
         return [Text(*row) for row in zip(ids, tokens, prompts, features, soft_ids, soft_probs, strict=True)]
-
-
-def key_digest(key: Mapping[str, Any]) -> str:
-    """Digest of plain values."""
-    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()

@@ -118,6 +118,11 @@ def _target_layer_ids(config: Qwen3Config) -> list[int]:
     if ids is not None:
         return integers("target_layer_ids", ids)
     depth, count = integer("num_target_layers", _required(config, "num_target_layers")), config.num_hidden_layers
+    return spread_taps(depth, count)
+
+
+def spread_taps(depth: int, count: int) -> list[int]:
+    """DFlash's even spread of ``count`` tapped layers over a target of ``depth`` layers, second to third from last."""
     if count == 1:
         return [depth // 2]
     first, last = 1, depth - 3

@@ -1,6 +1,6 @@
 """Fills a cache: prompt rows to samples, samples to labels, labels to shards.
 
-Knows how turns become samples and which shards are whose; replay, enumeration and files are elsewhere.
+Knows which shards are whose; turns, replay, enumeration and files are elsewhere.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from blockpilot.oracle.enumeration import enumerate_block_sizes
 from blockpilot.oracle.prefill import sparse_distributions
 from blockpilot.oracle.record import OracleRecord
 from blockpilot.oracle.replay import replay
+from blockpilot.oracle.turns import sample_id, turn_by_turn
 from blockpilot.prompts import PromptRow
 
 log = logging.getLogger(__name__)
@@ -130,29 +131,17 @@ def label_rows(
     extras = {"max_batch_tokens": oracle.max_batch_tokens, "per_round": oracle.per_round}
     method = partial(replay, **extras) if oracle.method == "replay" else enumerate_block_sizes
     block_sizes = candidates_of(pair, oracle)
-    answers: dict[int, list[str]] = {index: [] for index in range(len(rows))}
-    samples: dict[tuple[int, int], CacheRow] = {}
-    skipped = 0
-    for turn in range(max(len(row.turns) for row in rows)):
-        open_rows = [i for i in answers if len(rows[i].turns) > turn]
-        prompts = {i: pair.encode(rows[i].turns[: turn + 1], answers[i]) for i in open_rows}
-        for index in [i for i in open_rows if len(prompts[i]) > pair.max_positions]:
-            skipped += len(rows[index].turns) - turn
-            del answers[index], prompts[index]
-        records = method(
-            pair, list(prompts.values()), block_sizes, max_new_tokens=generation.max_new_tokens,
-            temperature=generation.temperature, top_p=generation.top_p, top_k=generation.top_k, seed=generation.seed,
+
+    def label(prompts: list[list[int]]) -> list[OracleRecord]:
+        return method(
+            pair, prompts, block_sizes, max_new_tokens=generation.max_new_tokens, temperature=generation.temperature,
+            top_p=generation.top_p, top_k=generation.top_k, seed=generation.seed,
             tau_convention=oracle.tau_convention, batch_size=batch_size,
         )  # fmt: skip
-        for index, record in zip(prompts, records, strict=True):
-            samples[index, turn] = _stored(rows[index], turn, record, generation.seed, oracle)
-            answers[index].append(pair.decode(record.output_ids))
-    return [samples[place] for place in sorted(samples)], skipped
 
-
-def sample_id(row: PromptRow, turn: int) -> str:
-    """The row's id; with ``#turn`` behind it where the row has several turns."""
-    return row.id if len(row.turns) == 1 else f"{row.id}#{turn}"
+    records, cut = turn_by_turn(pair, rows, pair.max_positions, label)
+    stored = [_stored(rows[row], turn, record, generation.seed, oracle) for (row, turn), record in records.items()]
+    return stored, sum(len(rows[row].turns) - turn for row, turn in cut.items())
 
 
 def _stored(row: PromptRow, turn: int, record: OracleRecord, seed: int, oracle: OracleConfig) -> CacheRow:

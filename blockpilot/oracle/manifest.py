@@ -73,12 +73,12 @@ class CacheKey:
 
     def digest(self) -> str:
         """Digest of all fields."""
-        return _digest(self.fields())
+        return content_digest(self.fields())
 
     def folder(self, root: Path, pair_name: str, source: str) -> Path:
         """``<root>/<pair>-<digest of all but the prompts>/<source>-<digest of the prompts>``."""
         settings = {name: value for name, value in self.fields().items() if name != "prompts"}
-        return root / f"{pair_name}-{_digest(settings)[:12]}" / f"{source}-{self.prompts[:12]}"
+        return root / f"{pair_name}-{content_digest(settings)[:12]}" / f"{source}-{self.prompts[:12]}"
 
 
 def prompts_digest(rows: Iterable[object]) -> str:
@@ -169,5 +169,6 @@ def write_manifest(folder: Path, content: Mapping[str, Any], *, keep_existing: b
     write_whole(folder / MANIFEST, lambda file: file.write(text), keep_existing=keep_existing)
 
 
-def _digest(content: object) -> str:
+def content_digest(content: object) -> str:
+    """Digest of plain values, whatever the order of their keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

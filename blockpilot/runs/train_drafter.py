@@ -19,7 +19,7 @@ from blockpilot.config import FIRST_WEIGHTS, TrainDrafterConfig, project_path, r
 from blockpilot.drafter_training.answers import Sampling, answers_of, self_written
 from blockpilot.drafter_training.card import Learned, Measured, card
 from blockpilot.drafter_training.data import DrafterDataModule, Steps
-from blockpilot.drafter_training.initial import copy_last_layers, new_drafter, spread_taps
+from blockpilot.drafter_training.initial import copy_last_layers, new_drafter
 from blockpilot.drafter_training.module import DrafterModule
 from blockpilot.drafter_training.texts import Text, TextStore
 from blockpilot.drafter_training.validation import SimulatedAcceptance, in_dtype_of_target, simulated_tau
@@ -27,6 +27,7 @@ from blockpilot.errors import UserError
 from blockpilot.learning.callbacks import LAST, MovableCheckpoint
 from blockpilot.learning.datamodule import hash_fraction
 from blockpilot.models import DFlashDrafter, Pair, load_target_and_tokenizer
+from blockpilot.models.drafter_config import spread_taps
 from blockpilot.models.locate import locate
 from blockpilot.models.pair import check_fit, load_drafter
 from blockpilot.models.target import decoder_layers

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from blockpilot.drafter_training.initial import copy_last_layers, new_drafter, spread_taps
+from blockpilot.drafter_training.initial import copy_last_layers, new_drafter
 from blockpilot.errors import UserError
+from blockpilot.models.drafter_config import spread_taps
 from blockpilot.models.lean import DenseLayer
 from blockpilot.models.pair import check_fit
 from tests.toy import make_target
