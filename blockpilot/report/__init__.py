@@ -9,7 +9,7 @@ from blockpilot.report.decisions import read_decisions, write_decisions
 from blockpilot.report.drawing import save_png
 from blockpilot.report.latency import latency_table
 from blockpilot.report.plots import ablation_figure, latency_figure, locality_figure
-from blockpilot.report.progress import progress_bar
+from blockpilot.report.progress import TrainingProgress, progress_bar
 from blockpilot.report.run_files import About, Run, read_run, write_about
 from blockpilot.report.sweep import bound_line, oracle_table, print_tables, sweep_values
 from blockpilot.report.table import dataset_table, summary_rows, summary_table
@@ -20,6 +20,7 @@ __all__ = [
     "Chart",
     "Curves",
     "Run",
+    "TrainingProgress",
     "ablation_figure",
     "bound_line",
     "build_report",

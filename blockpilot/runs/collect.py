@@ -17,6 +17,7 @@ from blockpilot.metrics import SequenceBound, SweepSummary, summarize_sweep
 from blockpilot.models import Pair, assemble_pair, locate_pair
 from blockpilot.oracle import candidates_of
 from blockpilot.report import bound_line, locality_figure, oracle_table, print_tables, save_png, sweep_values
+from blockpilot.runs.job import start_job
 from blockpilot.runs.labels import Labels, read_sources
 from blockpilot.runs.latency import find_profile
 from blockpilot.runs.per_round import per_round_bounds
@@ -35,6 +36,7 @@ def collect(config: CollectRunConfig, folder: Path, group: str | None = None) ->
     Raises:
         UserError: something in the configuration or the data cannot be used.
     """
+    start_job(config.seed)
     locate_pair(config.model, config.drafter)
     sources = read_sources(config)
     pair = assemble_pair(config.model, config.drafter, device=config.device)

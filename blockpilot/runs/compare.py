@@ -76,7 +76,7 @@ def simulate_policies(
         batch_size: most prompts at once.
     """
     simulated: dict[str, list[Simulation]] = {}
-    with progress_bar("simulating test prompts", len(policies)) as advance:
+    with progress_bar(f"simulating {len(records)} test prompts", len(policies), "policies") as advance:
         for name, policy in policies.items():
             own = [copy.copy(policy) for _ in records]
             simulated[name] = simulate(pair, records, own, batch_size=batch_size)
@@ -107,7 +107,7 @@ def decode_policies(
     for index in range(min(WARM_UP_PROMPTS, len(table))):
         for policy in policies.values():
             _decode(pair, table.prompts.row(index), policy, generation)
-    with progress_bar(title, len(table)) as advance:
+    with progress_bar(f"{title} under {len(policies)} policies", len(table)) as advance:
         for index, (prompt_id, dataset) in enumerate(zip(table.prompt_ids, table.datasets, strict=True)):
             turn = index % len(names)
             results = {

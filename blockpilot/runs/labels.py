@@ -46,6 +46,7 @@ class Labels:
 
     def __init__(self, config: CollectRunConfig, pair: Pair, sources: Sequence[Source]) -> None:
         self.config, self.pair, self.sources = config, pair, sources
+        self._told: set[str] = set()
 
     @cached_property
     def caches(self) -> list[LabelCache]:
@@ -72,30 +73,34 @@ class Labels:
             )
 
     def collect(self) -> None:
-        """Makes every missing shard that is this writer's; says where the cache is."""
+        """Makes every missing shard that is this writer's; says once of each cache where it is."""
         for source, cache in zip(self.sources, self.caches, strict=True):
             missing = sum(len(cache.rows_of(shard)) for shard in shards_to_fill(cache, self.config.collect))
-            if missing == 0:
-                complete = not cache.missing()
-                if complete:
-                    # the run that made the last shard may have been killed before it came to this; only totals are at
-                    # stake, so a cache that may be read and not written is fine as it is
-                    with suppress(UserError):
-                        cache.finish()
-                state = "complete" if complete else "nothing left for this writer"
-                log.info("labels of %s: %s (%s)", source.name, cache.folder, state)
-                continue
-            log.info("labels of %s: %s (collecting %d prompts)", source.name, cache.folder, missing)
-            with progress_bar(f"collecting {source.name}", missing) as advance:
-                fill(
-                    cache,
-                    self.pair,
-                    source.rows,
-                    self.config.generation,
-                    self.config.oracle,
-                    self.config.collect,
-                    advance,
-                )
+            if missing:
+                with progress_bar(f"collecting {source.name}", missing, where=cache.folder) as advance:
+                    fill(
+                        cache,
+                        self.pair,
+                        source.rows,
+                        self.config.generation,
+                        self.config.oracle,
+                        self.config.collect,
+                        advance,
+                    )
+            else:
+                self._find_whole(source, cache)
+            self._told.add(source.name)
+
+    def _find_whole(self, source: Source, cache: LabelCache) -> None:
+        complete = not cache.missing()
+        if complete:
+            # the run that made the last shard may have been killed before it came to this; only totals are at
+            # stake, so a cache that may be read and not written is fine as it is
+            with suppress(UserError):
+                cache.finish()
+        if source.name not in self._told:
+            state = "all there" if complete else "nothing left for this writer"
+            log.info("labels of %s: %s, in %s", source.name, state, cache.folder)
 
     def tables(self, split: str) -> list[LabelTable]:
         """The tables of one split's sources."""

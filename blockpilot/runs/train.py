@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 
 from blockpilot.config import PolicyConfig, TrainConfig, to_plain
@@ -32,6 +32,7 @@ from blockpilot.models.pair import resolve_device
 from blockpilot.oracle import candidate_block_sizes
 from blockpilot.policies import FixedPolicy
 from blockpilot.policies.predictor import PredictorPolicy
+from blockpilot.report import TrainingProgress
 from blockpilot.runs import compare
 from blockpilot.runs.job import start_job
 from blockpilot.runs.labels import Labels, read_sources
@@ -164,8 +165,12 @@ def fit(
         UserError: training diverged, or the checkpoint to go on from is of another configuration.
     """
     checkpoints = folder / "checkpoints"
-    callbacks = early_stopping_and_checkpoints(config.trainer.patience, checkpoints, monitored(config.objective.name))
-    callbacks += [History(folder), RichProgressBar()]
+    figure = monitored(config.objective.name)
+    callbacks = early_stopping_and_checkpoints(config.trainer.patience, checkpoints, figure)
+    callbacks += [
+        History(folder),
+        TrainingProgress("training", config.trainer.max_epochs, "epochs", ("train/loss", figure)),
+    ]
     if config.evaluation.every_n_epochs > 0:
         callbacks.append(
             DecodingEvaluation(
@@ -195,7 +200,7 @@ def fit(
     with side_by_side(config.trainer.devices):
         trainer.fit(module, datamodule=data, ckpt_path=last)
     checkpoint = next(c for c in callbacks if isinstance(c, ModelCheckpoint))
-    log.info("best validation regret %.4f in epoch %s", checkpoint.best_model_score or 0.0, checkpoint.best_model_path)
+    log.info("lowest %s %.4f, in %s", figure, checkpoint.best_model_score or 0.0, checkpoint.best_model_path)
     if not Path(checkpoint.best_model_path).is_file():
         raise UserError(
             f"trainer.resume: there is no {checkpoint.best_model_path}, which {checkpoints / LAST} has as its best "
@@ -206,7 +211,7 @@ def fit(
         raise UserError(f"training diverged; trainer.learning_rate={config.trainer.learning_rate} may be too large")
     best.calibrate(data.batch("validation"))
     assert checkpoint.best_model_score is not None
-    return best, {monitored(config.objective.name): float(checkpoint.best_model_score)}
+    return best, {figure: float(checkpoint.best_model_score)}
 
 
 def policy_of(module: BlockSizeModule, pair: Pair, data: LabelDataModule) -> PredictorPolicy:

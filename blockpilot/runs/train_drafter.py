@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import Logger
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -32,7 +31,7 @@ from blockpilot.models.locate import locate
 from blockpilot.models.pair import check_fit, load_drafter
 from blockpilot.models.target import decoder_layers
 from blockpilot.prompts import PromptRow
-from blockpilot.report import progress_bar
+from blockpilot.report import TrainingProgress, progress_bar
 from blockpilot.runs.job import start_job
 from blockpilot.runs.labels import Source, read_sources
 from blockpilot.runs.loggers import job_logger
@@ -176,7 +175,7 @@ def known_texts(config: TrainDrafterConfig, pair: Pair, sources: Sequence[Source
     wanted, root = config.drafter_training, project_path(config.answers_dir)
     groups = [(source.name, source.rows) for source in sources]
     if wanted.self_written > 0:
-        with progress_bar("prompts of the target's own", wanted.self_written) as advance:
+        with progress_bar("prompts the target writes", wanted.self_written, where=root) as advance:
             own = self_written(root, pair, wanted.self_written, config.seed, wanted.shard_size, advance)
         groups.append(("self", tuple(own)))
     texts = {}
@@ -245,7 +244,7 @@ def fit(
         callbacks=[
             validation,
             MovableCheckpoint(dirpath=checkpoints, filename=LAST.removesuffix(".ckpt"), enable_version_counter=False),
-            RichProgressBar(),
+            TrainingProgress("training the drafter", wanted.max_steps, "steps", ("train/loss", "val/tau")),
         ],
         logger=logger or False,
         default_root_dir=folder,
