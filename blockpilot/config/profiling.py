@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from blockpilot.config.checks import check_device, require
+from blockpilot.config.checks import check_device, expand_block_sizes, require
 from blockpilot.config.collection import DrafterConfig, ModelConfig
 from blockpilot.config.places import LATENCY_DIR
 
@@ -13,8 +14,8 @@ from blockpilot.config.places import LATENCY_DIR
 class ProfileConfig:
     """What the latency profile measures."""
 
-    block_sizes: list[int] | None = None
-    """Sizes to measure; null is 1 .. B + 4: autoregressive decoding, what a policy may shrink to, and the candidates
+    block_sizes: list[Any] | None = None
+    """Sizes to measure, such as [1,8,16] or [1,...,16] (all from 1 to 16); null is 1 .. B + 4: autoregressive decoding, what a policy may shrink to, and the candidates
     of every oracle.radius up to 4."""
     contexts: list[int] = field(default_factory=lambda: [64, 256, 1024])
     """Prompt lengths in tokens; those the model has no positions for are left out."""
@@ -24,10 +25,10 @@ class ProfileConfig:
     """Turns that count; figures are medians over them."""
 
     def __post_init__(self) -> None:
-        for name in ("block_sizes", "contexts"):
-            values = getattr(self, name)
-            fine = values is None or (len(values) > 0 and min(values) >= 1)
-            require(fine, f"profile.{name}", values, "one or more numbers of at least 1")
+        if self.block_sizes is not None:
+            self.block_sizes = expand_block_sizes("profile.block_sizes", self.block_sizes)
+        fine = len(self.contexts) > 0 and min(self.contexts) >= 1
+        require(fine, "profile.contexts", self.contexts, "one or more numbers of at least 1")
         require(self.warmup >= 0, "profile.warmup", self.warmup, "a number of at least 0")
         require(self.repeats >= 1, "profile.repeats", self.repeats, "a number of at least 1")
 

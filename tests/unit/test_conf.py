@@ -185,9 +185,9 @@ def test_drafter_and_dataset_follow_the_model(command: str, model: str) -> None:
 
 
 def test_the_drafter_follows_the_model_to_be_profiled() -> None:
-    config = configured("profile", "model=qwen3-8b", "profile.block_sizes=[1,16]")
+    config = configured("profile", "model=qwen3-8b", "profile.block_sizes=[1,...,4,16]")
     assert config.model.name == config.drafter.name == "qwen3-8b"
-    assert config.profile.block_sizes == [1, 16]
+    assert config.profile.block_sizes == [1, 2, 3, 4, 16]
 
 
 def test_profiles_are_stored_where_evaluation_looks() -> None:
