@@ -15,8 +15,8 @@ class ProfileConfig:
     """What the latency profile measures."""
 
     block_sizes: list[Any] | None = None
-    """Sizes to measure, such as [1,8,16] or [1,...,16] (all from 1 to 16); null is 1 .. B + 4: autoregressive decoding, what a policy may shrink to, and the candidates
-    of every oracle.radius up to 4."""
+    """Sizes to measure, such as [1,8,16] or [1,...,16] (all from 1 to 16); null is 1 .. B + 4: autoregressive decoding,
+    what a policy may shrink to, and the candidates of every oracle.radius up to 4."""
     contexts: list[int] = field(default_factory=lambda: [64, 256, 1024])
     """Prompt lengths in tokens; those the model has no positions for are left out."""
     warmup: int = 3

@@ -10,7 +10,7 @@ Shapes: B rows, Q new positions, D hidden size, H heads, K key/value heads, E he
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,8 +26,10 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from blockpilot.models.kv_cache import KVCache
 
 _TILE = 32
-_TILED_ROWS = range(4, 20)
-_TILED_FROM = 1 << 16
+_FEW_ROWS = range(1, 20)
+_LARGE = 1 << 16
+_NARROW = 6144
+"""Numbers in a block of rows that stays in a core's first cache (24 KiB)."""
 ROPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose angle at a position does not depend on how long the text is."""
 
@@ -40,7 +42,7 @@ class Linear:
         self.tiles: Tensor | None = None
         size, width = self.weight.shape
         plain = self.weight.device.type == "cpu" and self.weight.dtype == torch.float32
-        if plain and size % _TILE == 0 and size * width >= _TILED_FROM and self.weight.is_contiguous():
+        if plain and size % _TILE == 0 and size * width >= _LARGE and self.weight.is_contiguous():
             self.tiles = self.weight.view(-1, _TILE, width).transpose(1, 2)
 
     @classmethod
@@ -50,13 +52,29 @@ class Linear:
 
     def __call__(self, states: Tensor) -> Tensor:
         """``[..., width]`` to ``[..., size]``."""
-        if self.tiles is None or states.numel() // states.shape[-1] not in _TILED_ROWS:
+        width = states.shape[-1]
+        rows = states.numel() // width
+        few = self.for_rows(rows)
+        if few is None:
             return F.linear(states, self.weight, self.bias)
-        # tiles of 32 outputs fit the cache: on SmolLM2's shapes faster than one product from 4 rows on, no slower to 19
-        rows = states.reshape(1, -1, states.shape[-1])
-        tiled = torch.bmm(rows.expand(len(self.tiles), -1, -1), self.tiles)
-        product = tiled.transpose(0, 1).reshape(*states.shape[:-1], -1)
+        product = few(states.reshape(rows, width)).reshape(*states.shape[:-1], -1)
         return product if self.bias is None else product.add_(self.bias)
+
+    def for_rows(self, rows: int) -> Callable[[Tensor], Tensor] | None:
+        """The fastest way for so many rows, by ``benchmarks/products.py``; None is torch's own."""
+        if self.tiles is None or rows not in _FEW_ROWS:
+            return None
+        return self.weight_first if max(rows, 2) * self.weight.shape[1] <= _NARROW else self.in_tiles
+
+    def weight_first(self, few: Tensor) -> Tensor:
+        """The weight times the rows. A row goes in twice: once would be a product with a vector, a slower routine."""
+        columns = (few if len(few) > 1 else few.repeat(2, 1)).T
+        return torch.mm(self.weight, columns)[:, : len(few)].T.contiguous()
+
+    def in_tiles(self, few: Tensor) -> Tensor:
+        """Tile after tile of 32 outputs, whose weights fit the cache."""
+        assert self.tiles is not None
+        return torch.bmm(few.expand(len(self.tiles), -1, -1), self.tiles).transpose(0, 1).reshape(len(few), -1)
 
 
 class Norm:
