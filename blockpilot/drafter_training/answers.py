@@ -22,6 +22,7 @@ from blockpilot.errors import UserError
 from blockpilot.models import Pair
 from blockpilot.oracle.files import write_whole
 from blockpilot.oracle.manifest import content_digest, prompts_digest
+from blockpilot.oracle.memory import give_back
 from blockpilot.oracle.turns import sample_id, turn_by_turn
 from blockpilot.prompts import PromptRow
 
@@ -82,6 +83,7 @@ def answers_of(
     for shard in missing:
         members = [rows[i] for i in store.rows_of(shard)]
         store.write(shard, answer(pair, members, sampling))
+        give_back()
         on_rows(len(members))
     return store
 

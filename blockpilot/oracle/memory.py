@@ -5,9 +5,11 @@ Knows costs and the errors that mean "out of memory"; nothing of what the work i
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 
 import torch
 
@@ -65,6 +67,7 @@ class BatchMemory:
             group = order[: self._size(costs, order, batch_size)]
             if self.fits(lambda group=group: work(group)):
                 order = order[len(group) :]
+                give_back()
             else:
                 self._halve(len(group) * costs[group[-1]])
 
@@ -104,6 +107,25 @@ class BatchMemory:
             "out of memory on %s with %d tokens at once; going on with oracle.max_batch_tokens=%d",
             self.device, tried, self.tokens,
         )  # fmt: skip
+
+
+def give_back() -> None:
+    """Hands memory of freed tensors back to the system, where the C library can be asked to (glibc).
+
+    Its heap grows with every batch of other shapes otherwise: after ten shards of SmolLM2's labels 4.7 of 5.7 GB that a
+    process held were free.
+    """
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError, TypeError):  # another C library, another system
+        return None
 
 
 def _out_of_memory(error: Exception) -> bool:
