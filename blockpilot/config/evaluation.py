@@ -53,7 +53,7 @@ class LoggerConfig:
     """Where metrics go besides the output folder."""
 
     kind: str = "wandb"
-    """wandb, csv or none."""
+    """wandb, tensorboard, csv or none."""
     project: str = "blockpilot"
     """W&B project."""
     mode: str | None = None
@@ -62,11 +62,15 @@ class LoggerConfig:
     """W&B group; None is the sweep's name in a multirun, else no group."""
     name: str | None = None
     """W&B run name; None lets W&B choose."""
+    tags: list[str] = field(default_factory=list)
+    """W&B tags beside the names of the model and the data sets."""
 
     def __post_init__(self) -> None:
-        one_of("logger.kind", self.kind, ("wandb", "csv", "none"))
+        one_of("logger.kind", self.kind, ("wandb", "tensorboard", "csv", "none"))
         if self.mode is not None:
             one_of("logger.mode", self.mode, ("online", "offline", "disabled"))
+        for tag in self.tags:
+            require(1 <= len(tag) <= 64, "logger.tags", tag, "tags of 1 to 64 letters, which is what W&B takes")
 
 
 @dataclass

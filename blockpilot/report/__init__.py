@@ -8,12 +8,13 @@ from blockpilot.report.curves import Curves, read_curves, write_curves
 from blockpilot.report.decisions import read_decisions, write_decisions
 from blockpilot.report.drawing import save_png
 from blockpilot.report.latency import latency_table
+from blockpilot.report.metric_keys import define_summaries
 from blockpilot.report.plots import ablation_figure, latency_figure, locality_figure
 from blockpilot.report.progress import TrainingProgress, progress_bar
 from blockpilot.report.run_files import About, Run, read_run, write_about
 from blockpilot.report.sweep import bound_line, oracle_table, print_tables, sweep_values
 from blockpilot.report.table import dataset_table, summary_rows, summary_table
-from blockpilot.report.tracking import log_summary
+from blockpilot.report.tracking import log_artifacts, log_summary
 
 __all__ = [
     "About",
@@ -27,9 +28,11 @@ __all__ = [
     "build_run",
     "chart_file",
     "dataset_table",
+    "define_summaries",
     "latency_figure",
     "latency_table",
     "locality_figure",
+    "log_artifacts",
     "log_summary",
     "oracle_table",
     "print_tables",

@@ -9,13 +9,15 @@ from typing import Any
 from blockpilot.config import EvaluateConfig, TrainerConfig, project_path, to_plain
 from blockpilot.models import assemble_pair, locate_pair
 from blockpilot.oracle import LabelTable, candidates_of, concatenate
+from blockpilot.oracle.manifest import MANIFEST
 from blockpilot.policies import FixedPolicy
 from blockpilot.policies.predictor import PredictorPolicy, load_policy
+from blockpilot.report import log_artifacts
 from blockpilot.runs import compare
 from blockpilot.runs.job import start_job
 from blockpilot.runs.labels import Labels, read_sources, unseen
 from blockpilot.runs.latency import find_profile, speed_figures
-from blockpilot.runs.loggers import job_logger
+from blockpilot.runs.loggers import job_logger, require_logger
 from blockpilot.runs.newest import with_newest_policy
 from blockpilot.runs.policies import BEST_FIXED, LEARNED, Known, block_sizes_of, compared_policies, row_name
 from blockpilot.runs.results import write_results
@@ -43,6 +45,7 @@ def evaluate(config: EvaluateConfig, folder: Path, group: str | None = None) -> 
         UserError: something in the configuration, the policy or the data cannot be used.
     """
     start_job(config.seed)
+    require_logger(config.logger)
     locate_pair(config.model, config.drafter)
     if config.policy.name in LEARNED and config.policy.path is None:
         config = with_newest_policy(config)
@@ -68,7 +71,8 @@ def evaluate(config: EvaluateConfig, folder: Path, group: str | None = None) -> 
     known = Known(pair, table, config.seed, best_fixed, trained)
     policies = compared_policies(rows, known, config.policy)
     name = row_name(config.policy, pair.block_size)
-    with job_logger(config.logger, folder, to_plain(config), group) as logger:
+    tags = [config.model.name, *config.dataset]
+    with job_logger(config.logger, folder, to_plain(config), group, "evaluate", tags) as logger:
         shown, decoded = compare.run_policies(
             pair, table, policies, labels.caches, config.evaluation, config.generation, config.collect
         )
@@ -78,9 +82,8 @@ def evaluate(config: EvaluateConfig, folder: Path, group: str | None = None) -> 
             **speed_figures(shown, latency, pair.block_size),
             "eval/label_agreement": compare.label_agreement(decoded, shown),
         }
-        if logger is not None:
-            logger.log_metrics(metrics)
         report = write_results(folder, config, pair, table, decoded, summaries, name, metrics, logger, latency)
+        log_artifacts(logger, [cache.folder / MANIFEST for cache in labels.caches])
     log.info("results in %s, to be read in %s", folder, report)
     return metrics
 

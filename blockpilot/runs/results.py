@@ -51,8 +51,9 @@ def write_results(
     metrics: Mapping[str, Any],
     logger: Logger | None,
     latency: LatencyProfile | None = None,
+    step: int = 0,
 ) -> Path:
-    """Writes the files of a run and, from them, its report; logs the table, prints it; returns the report.
+    """Writes the files of a run and, from them, its report; then logs all of it, prints the table, returns the report.
 
     The files are ``metrics.json``, ``decisions.parquet``, ``prompts.parquet`` and ``run.json``. Where the decoded
     prompts are of several data sets, each has figures of its own beside those of all.
@@ -65,8 +66,9 @@ def write_results(
         decoded, summaries: of the prompts that were decoded, or simulated.
         policy: name of the row in question.
         metrics: figures to keep beside the table.
-        logger: the run's logger.
+        logger: the run's logger; gets all figures but those of validation, which it has.
         latency: the profile behind the regret in speed, if there is one.
+        step: of training, at which figures are logged.
     """
     datasets = summarize_datasets(decoded, table, pair.block_size, config.evaluation, config.seed, latency)
     content: dict[str, Any] = {**metrics, "policies": summary_rows(summaries)}
@@ -79,7 +81,10 @@ def write_results(
     run = read_run(folder)
     charts = run_charts(run)
     report = build_run(folder, run, charts)
-    log_summary(logger, summaries, {chart.name: chart_file(folder, chart) for chart in charts}, datasets)
+    if logger is not None:
+        logger.log_metrics({key: value for key, value in metrics.items() if not key.startswith("val/")}, step)
+    files = {chart.name: chart_file(folder, chart) for chart in charts}
+    log_summary(logger, summaries, decoded, files, datasets, step)
     print_tables(summary_table(summaries), *([dataset_table(datasets)] if datasets else []))
     return report
 

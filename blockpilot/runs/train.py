@@ -30,14 +30,15 @@ from blockpilot.metrics import best_fixed, regret_per_prompt
 from blockpilot.models import Pair, assemble_pair, locate_pair
 from blockpilot.models.pair import resolve_device
 from blockpilot.oracle import candidate_block_sizes
+from blockpilot.oracle.manifest import MANIFEST
 from blockpilot.policies import FixedPolicy
 from blockpilot.policies.predictor import PredictorPolicy
-from blockpilot.report import TrainingProgress
+from blockpilot.report import TrainingProgress, log_artifacts
 from blockpilot.runs import compare
 from blockpilot.runs.job import start_job
 from blockpilot.runs.labels import Labels, read_sources
 from blockpilot.runs.latency import find_profile, round_seconds, speed_figures
-from blockpilot.runs.loggers import job_logger
+from blockpilot.runs.loggers import job_logger, require_logger
 from blockpilot.runs.policies import AUTOREGRESSIVE, PREDICTOR, Known, always, block_sizes_of, compared_policies
 from blockpilot.runs.processes import is_first, side_by_side
 from blockpilot.runs.results import write_results
@@ -58,6 +59,7 @@ def train(config: TrainConfig, folder: Path, group: str | None = None) -> dict[s
         UserError: something in the configuration or the data cannot be used.
     """
     start_job(config.seed)
+    require_logger(config.logger)
     locate_pair(config.model, config.drafter)
     sources = read_sources(config)
     pair = assemble_pair(config.model, config.drafter, device=config.device if is_first() else "cpu")
@@ -71,8 +73,9 @@ def train(config: TrainConfig, folder: Path, group: str | None = None) -> dict[s
     if config.objective.name == "speed" and latency is not None:
         learned_from.append(f"latency profile {latency.digest}")
     module = predictor_module(config, pair, block_sizes, learned_from)
-    with job_logger(config.logger, folder, to_plain(config), group, config.trainer.resume) as logger:
-        best, validated = fit(config, folder, pair, module, data, logger, latency)
+    tags = [config.model.name, *config.dataset]
+    with job_logger(config.logger, folder, to_plain(config), group, "train", tags, config.trainer.resume) as logger:
+        best, validated, steps = fit(config, folder, pair, module, data, logger, latency)
         if not is_first():
             return {}
         policy = policy_of(best, pair, data)
@@ -84,21 +87,17 @@ def train(config: TrainConfig, folder: Path, group: str | None = None) -> dict[s
             config.evaluation, config.generation, config.collect,
         )  # fmt: skip
         summaries = compare.summarize_against(decoded, shown, pair.block_size, config.evaluation, config.seed, latency)
-        final = {
-            **compare.figures(summaries, PREDICTOR, pair.block_size),
-            **speed_figures(shown, latency, pair.block_size),
-        }
         metrics = {
             **validated,
-            **offline_figures(best, policy, data, logger),
-            **final,
+            **offline_figures(best, policy, data),
+            **compare.figures(summaries, PREDICTOR, pair.block_size),
+            **speed_figures(shown, latency, pair.block_size),
             "eval/label_agreement": compare.label_agreement(decoded, shown),
         }
-        if logger is not None:
-            logger.log_metrics(final)
         report = write_results(
-            folder, config, pair, data.test_table, decoded, summaries, PREDICTOR, metrics, logger, latency
+            folder, config, pair, data.test_table, decoded, summaries, PREDICTOR, metrics, logger, latency, steps
         )
+        log_artifacts(logger, [cache.folder / MANIFEST for cache in labels.caches], folder / "policy")
     log.info("results in %s, to be read in %s", folder, report)
     return metrics
 
@@ -158,8 +157,11 @@ def fit(
     data: LabelDataModule,
     logger: Logger | None,
     latency: LatencyProfile | None = None,
-) -> tuple[BlockSizeModule, dict[str, float]]:
-    """Trains with early stopping on validation regret; returns the best checkpoint's module, calibrated, and its score.
+) -> tuple[BlockSizeModule, dict[str, float], int]:
+    """Trains with early stopping on validation regret.
+
+    Returns:
+        The best checkpoint's module, calibrated; its score; optimizer steps taken in all.
 
     Raises:
         UserError: training diverged, or the checkpoint to go on from is of another configuration.
@@ -211,7 +213,7 @@ def fit(
         raise UserError(f"training diverged; trainer.learning_rate={config.trainer.learning_rate} may be too large")
     best.calibrate(data.batch("validation"))
     assert checkpoint.best_model_score is not None
-    return best, {figure: float(checkpoint.best_model_score)}
+    return best, {figure: float(checkpoint.best_model_score)}, trainer.global_step
 
 
 def policy_of(module: BlockSizeModule, pair: Pair, data: LabelDataModule) -> PredictorPolicy:
@@ -230,12 +232,10 @@ def policy_of(module: BlockSizeModule, pair: Pair, data: LabelDataModule) -> Pre
     )
 
 
-def offline_figures(
-    module: BlockSizeModule, policy: PredictorPolicy, data: LabelDataModule, logger: Logger | None
-) -> dict[str, float]:
+def offline_figures(module: BlockSizeModule, policy: PredictorPolicy, data: LabelDataModule) -> dict[str, float]:
     """The ``test/`` figures: choices on all test prompts, scored by their labels, beside single block sizes."""
     tester = lightning.Trainer(
-        accelerator="cpu", devices=1, logger=logger or False, enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
         enable_checkpointing=False,
     )  # fmt: skip
     (tested,) = tester.test(module, datamodule=data, verbose=False)

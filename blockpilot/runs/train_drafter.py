@@ -34,7 +34,7 @@ from blockpilot.prompts import PromptRow
 from blockpilot.report import TrainingProgress, progress_bar
 from blockpilot.runs.job import start_job
 from blockpilot.runs.labels import Source, read_sources
-from blockpilot.runs.loggers import job_logger
+from blockpilot.runs.loggers import job_logger, require_logger
 from blockpilot.runs.resume import checkpoint_to_resume
 
 log = logging.getLogger(__name__)
@@ -54,12 +54,16 @@ def train_drafter(config: TrainDrafterConfig, folder: Path, group: str | None = 
         UserError: something in the configuration or the data cannot be used.
     """
     start_job(config.seed)
+    require_logger(config.logger)
     sources = read_sources(config)
     pair = untrained_pair(config)
     texts = known_texts(config, pair, [source for source in sources if source.split == "train"])
     held_out, learned = split_texts([text for known in texts.values() for text in known], config)
     log.info("%d texts to learn from, %d held out", len(learned), len(held_out))
-    with job_logger(config.logger, folder, to_plain(config), group, config.drafter_training.resume) as logger:
+    tags = [config.model.name, *config.dataset]
+    with job_logger(
+        config.logger, folder, to_plain(config), group, "train-drafter", tags, config.drafter_training.resume
+    ) as logger:
         module = DrafterModule(
             pair.drafter, pair.runner.embedding, pair.runner.head, to_plain(config.drafter_training), config.seed,
             list(texts),
@@ -69,16 +73,16 @@ def train_drafter(config: TrainDrafterConfig, folder: Path, group: str | None = 
         _save(pair, folder / "drafter")
         measured = measure(config, pair, [source for source in sources if source.split == "test"])
         metrics = {**validation.figures(module), **tau_figures(measured)}
+        text = card(
+            config.model.name, to_plain(config.drafter_training), sum(p.numel() for p in pair.drafter.parameters()),
+            pair.drafter.target_layer_ids, [_learned(name, known) for name, known in texts.items()], steps,
+            module.seconds,
+            measured,
+        )  # fmt: skip
+        (folder / "drafter" / "README.md").write_text(text, encoding="utf-8")
+        (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
         if logger is not None:
-            logger.log_metrics(metrics)
-    text = card(
-        config.model.name, to_plain(config.drafter_training), sum(p.numel() for p in pair.drafter.parameters()),
-        pair.drafter.target_layer_ids, [_learned(name, known) for name, known in texts.items()], steps,
-        module.seconds,
-        measured,
-    )  # fmt: skip
-    (folder / "drafter" / "README.md").write_text(text, encoding="utf-8")
-    (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+            logger.log_metrics(metrics, steps)
     log.info("val/tau %.3f at B = %d; drafter in %s", metrics["val/tau"], pair.block_size, folder / "drafter")
     return metrics
 

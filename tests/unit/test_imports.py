@@ -33,6 +33,7 @@ ENTRIES = {
     "blockpilot.models.build_tiny",
     "blockpilot.cache",
     "blockpilot.collect",
+    "blockpilot.dashboard",
     "blockpilot.profile",
     "blockpilot.train_drafter",
 }
