@@ -43,7 +43,7 @@ ENTRIES = {
 }
 """Hydra's commands: their configuration and the module with the entry."""
 SCHEMAS = {ENTRIES[name][0]: schema for name, schema in COMMANDS.items()}
-PROGRAMS = {"pip", "git", "cd", ".", "make", "python3"}
+PROGRAMS = {"pip", "git", "cd", ".", "make", "python3", "wandb", "tensorboard"}
 """What a block may start besides python."""
 FEW = {
     "train": [*QUICK, "evaluation.bootstrap_samples=20", "logger=csv"],
