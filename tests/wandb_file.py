@@ -31,7 +31,7 @@ def records(path: Path) -> Iterator[Any]:
         assert len(part) == length and zlib.crc32(bytes([kind]) + part) == checksum
         place, parts = place + length, parts + part
         if kind in (FULL, LAST):
-            record = wandb_internal_pb2.Record()
+            record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]  # made when it is imported
             record.ParseFromString(parts)
             yield record
             parts = b""

@@ -89,7 +89,7 @@ def workspace(entity: str, project: str, name: str) -> Workspace:
 
 
 def _sections() -> list[Section]:
-    from wandb_workspaces.reports import v2 as reports
+    from wandb_workspaces.reports.v2 import interface as reports
     from wandb_workspaces.workspaces import Section
 
     def bars(charts: dict[str, tuple[str, ...]]) -> list[Any]:
@@ -97,10 +97,12 @@ def _sections() -> list[Section]:
             reports.BarPlot(title=title, metrics=[summary_key(key) for key in keys]) for title, keys in charts.items()
         ]
 
-    lines = [reports.LinePlot(title=title, x=STEP, y=list(keys)) for title, keys in TRAINING.items()]
-    figures = [reports.MediaBrowser(title=name, media_keys=[f"figures/{name}"], num_columns=1) for name in FIGURES]
-    tables = [reports.WeavePanelSummaryTable(table_name=name) for name in TABLES]
-    drafter = [
+    lines: list[Any] = [reports.LinePlot(title=title, x=STEP, y=list(keys)) for title, keys in TRAINING.items()]
+    figures: list[Any] = [
+        reports.MediaBrowser(title=name, media_keys=[f"figures/{name}"], num_columns=1) for name in FIGURES
+    ]
+    tables: list[Any] = [reports.WeavePanelSummaryTable(table_name=name) for name in TABLES]
+    drafter: list[Any] = [
         reports.LinePlot(title="loss of a drafter", x=STEP, y=["train/loss"]),
         reports.LinePlot(title="accuracy by place in the block", x=STEP, metric_regex=DRAFTER_ACCURACY),
         reports.LinePlot(title="simulated tau at B", x=STEP, y=["val/tau"]),
@@ -118,7 +120,7 @@ def _sections() -> list[Section]:
 
 def _sweeps() -> list[Any]:
     """All settings against what became of them, and each by itself: means over runs, with standard errors."""
-    from wandb_workspaces.reports import v2 as reports
+    from wandb_workspaces.reports.v2 import interface as reports
 
     columns = [
         *(reports.ParallelCoordinatesPlotColumn(reports.Config(key), display_name=key) for key in SWEPT),

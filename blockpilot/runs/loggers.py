@@ -131,7 +131,7 @@ def _wandb_logger(
             id=_run_id(folder, resume),
             resume="allow",
             dir=folder,
-            mode=mode,
+            mode=mode,  # type: ignore[arg-type]
             settings=wandb.Settings(silent=True),
         )
     except wandb.Error as error:

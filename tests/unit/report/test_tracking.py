@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import wandb
@@ -21,7 +22,7 @@ def logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
     """Of an offline run, or of another mode."""
     for variable in ("WANDB_CACHE_DIR", "WANDB_DATA_DIR", "WANDB_CONFIG_DIR"):
         monkeypatch.setenv(variable, str(tmp_path / variable))
-    mode = getattr(request, "param", "offline")
+    mode: Any = getattr(request, "param", "offline")
     run = wandb.init(project="test", dir=tmp_path, mode=mode)
     yield WandbLogger(save_dir=tmp_path, experiment=run)
     run.finish()
