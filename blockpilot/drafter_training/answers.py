@@ -18,7 +18,7 @@ import torch
 
 from blockpilot.decoding.trajectory import Trajectory, generate_batch
 from blockpilot.drafter_training.texts import Text, TextStore
-from blockpilot.errors import UserError
+from blockpilot.errors import UserError, brief
 from blockpilot.models import Pair
 from blockpilot.oracle.files import write_whole
 from blockpilot.oracle.manifest import content_digest, prompts_digest
@@ -156,14 +156,30 @@ def self_written(
     for start in range(0, count, batch):
         numbers = range(start, min(start + batch, count))
         path = folder / f"prompts-{numbers.start:06d}-{numbers.stop:06d}.json"
-        if not path.exists():
-            content = json.dumps(_write_prompts(pair, opening, closing, numbers, seed)).encode()
+        written = _written_before(path)
+        if written is None:
+            written = _write_prompts(pair, opening, closing, numbers, seed)
+            content = json.dumps(written).encode()
             write_whole(path, lambda file, content=content: file.write(content), key="answers_dir")
-        for number, text in json.loads(path.read_text(encoding="utf-8")):
+        for number, text in written:
             # the same words again would only be answered again
             rows.setdefault(text, PromptRow(f"self-{number}", "self", (text,)))
         on_rows(len(numbers))
     return list(rows.values())
+
+
+def _written_before(path: Path) -> list[tuple[int, str]] | None:
+    """Numbers and texts of a batch; None where it is not there, or damaged (told in the log; it is made anew)."""
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, list):
+            raise ValueError(f"it holds {brief(content)}")
+        return [(int(number), str(text)) for number, text in content]
+    except (OSError, ValueError, TypeError) as error:
+        log.warning("%s is damaged (%s) and will be made anew", path, error)
+        return None
 
 
 def _write_prompts(pair: Pair, opening: list[int], closing: int, numbers: range, seed: int) -> list[tuple[int, str]]:

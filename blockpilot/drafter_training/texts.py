@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from blockpilot.errors import UserError
+from blockpilot.errors import UserError, brief
 from blockpilot.oracle.files import remove_leftovers, write_whole
 from blockpilot.oracle.manifest import MANIFEST, content_digest, differing_field
 
@@ -79,6 +79,8 @@ class TextStore:
     def _require_same(path: Path, wanted: Mapping[str, Any]) -> None:
         try:
             there = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(there, dict):
+                raise ValueError(f"it holds {brief(there)}")
         except (OSError, ValueError) as error:
             raise UserError(
                 f"answers_dir: {path} cannot be read: {error}; remove this file alone and run again"
@@ -128,7 +130,8 @@ class TextStore:
             "soft_ids": [text.soft_ids.int() for text in texts],
             "soft_probs": [text.soft_probs.half() for text in texts],
         }
-        tensors = {name: torch.cat(parts) for name, parts in columns.items()}
+        # no text is left where all prompts of a shard are too long
+        tensors = {name: torch.cat(parts) if parts else torch.empty(0) for name, parts in columns.items()}
         tensors["prompt_lengths"] = torch.tensor([text.prompt_length for text in texts], dtype=torch.int32)
         tensors["output_lengths"] = torch.tensor([len(text.soft_ids) for text in texts], dtype=torch.int32)
         metadata = {"key": self._digest, "ids": json.dumps([text.id for text in texts])}

@@ -108,6 +108,16 @@ def test_the_target_writes_prompts_that_differ_and_are_kept(pair, tmp_path, monk
     assert self_written(tmp_path / "again", pair, 24, 4, 10) != rows
 
 
+@pytest.mark.parametrize("content", ["", "{}", '[["a"]]', "[[0, "])
+def test_a_damaged_batch_of_prompts_is_written_again(pair, tmp_path, content, caplog):
+    rows = self_written(tmp_path, pair, 8, 3, 8)
+    [path] = tmp_path.rglob("prompts-*.json")
+    whole = path.read_bytes()
+    path.write_text(content)
+    assert self_written(tmp_path, pair, 8, 3, 8) == rows
+    assert path.read_bytes() == whole and f"{path} is damaged" in caplog.text
+
+
 def test_without_a_chat_template_the_target_cannot_write_prompts(tmp_path):
     with pytest.raises(UserError, match=r"drafter_training\.self_written.* no chat template"):
         self_written(tmp_path, make_pair(template=None), 4, 0, 4)

@@ -55,6 +55,9 @@ def test_texts_come_back_as_they_were(store):
 def test_a_shard_without_a_text_is_a_shard(store):
     store.write(1, [_text(2)])
     assert [text.id for text in _again(store).load()] == ["p0", "p1", "p2", "p4"]
+    store.write(1, [])
+    assert _again(store).missing() == []
+    assert [text.id for text in _again(store).load()] == ["p0", "p1", "p4"]
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "other"])
@@ -79,8 +82,9 @@ def test_a_folder_that_holds_something_else_is_refused_by_the_field(store):
         TextStore(store.folder, KEY, 6, 2)
 
 
-def test_a_manifest_that_cannot_be_read_is_one_line(store):
-    (store.folder / "manifest.json").write_text("{")
+@pytest.mark.parametrize("content", ["{", "", "[]", "null"])
+def test_a_manifest_that_cannot_be_read_is_one_line(store, content):
+    (store.folder / "manifest.json").write_text(content)
     with pytest.raises(UserError, match=r"manifest\.json cannot be read"):
         _again(store)
 
