@@ -4,7 +4,7 @@ Values live in ``conf/*.yaml``; this package holds their types and the checks. I
 or Hydra's composition: below it, code sees plain dataclasses and never changes them.
 """
 
-from blockpilot.config.checks import check_device, expand_block_sizes, require
+from blockpilot.config.checks import LARGEST_BLOCK, check_device, expand_block_sizes, require
 from blockpilot.config.collection import (
     DTYPES,
     CollectConfig,
@@ -28,6 +28,7 @@ __all__ = [
     "CONF_DIR",
     "DTYPES",
     "FIRST_WEIGHTS",
+    "LARGEST_BLOCK",
     "LATENCY_DIR",
     "MODELS_DIR",
     "OUTPUTS_DIR",

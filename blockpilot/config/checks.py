@@ -7,6 +7,9 @@ from typing import cast
 
 from blockpilot.errors import UserError
 
+LARGEST_BLOCK = 2**15 - 1
+"""What the cache's block sizes go up to."""
+
 
 def require(condition: bool, key: str, value: object, allowed: str) -> None:
     """Raises ``UserError`` naming key, value and what is allowed, unless ``condition`` holds."""
@@ -14,9 +17,10 @@ def require(condition: bool, key: str, value: object, allowed: str) -> None:
         raise UserError(f"{key}={value!r} is not allowed; expected {allowed}")
 
 
-def check_device(device: str) -> None:
+def check_device(device: object) -> None:
     """Raises ``UserError`` unless ``device`` is the name of one (whether it is here is another question)."""
-    known = device in ("auto", "cpu", "cuda") or (device.startswith("cuda:") and device[5:].isdigit())
+    name = device if isinstance(device, str) else ""
+    known = name in ("auto", "cpu", "cuda") or (name.startswith("cuda:") and name[5:].isdigit())
     require(known, "device", device, "auto, cpu, cuda or cuda:N")
 
 
@@ -29,7 +33,7 @@ def expand_block_sizes(key: str, values: Sequence[object]) -> list[int]:
     """Rising block sizes without repeats; ``...`` between two of them stands for all in between.
 
     Raises:
-        UserError: none is given, one is below 1 or too large for the cache (2**15), or ``...`` has no number on a side.
+        UserError: none is given, one is below 1 or above ``LARGEST_BLOCK``, or ``...`` has no number on a side.
     """
     sizes: list[int] = []
     for place, value in enumerate(values):
@@ -38,7 +42,7 @@ def expand_block_sizes(key: str, values: Sequence[object]) -> list[int]:
             sizes += range(cast(int, around[0]), cast(int, around[2]))
         else:
             allowed = "sizes of 1 or more, and ... between two of them, as [2,...,32]"
-            require(type(value) is int and 1 <= value < 2**15, key, list(values), allowed)
+            require(type(value) is int and 1 <= value <= LARGEST_BLOCK, key, list(values), allowed)
             sizes.append(cast(int, value))
     require(len(sizes) > 0, key, list(values), "at least one block size, as [2,...,32]")
     return sorted(set(sizes))

@@ -15,7 +15,8 @@ OUTPUTS_DIR = "outputs"
 def project_path(path: str | os.PathLike[str]) -> Path:
     """``path`` itself if absolute or there; otherwise the same path inside the project."""
     given = Path(path).expanduser()
-    return given if given.is_absolute() or given.exists() else ROOT / given
+    # os.path: a name that no file can have is not there, while Path may raise
+    return given if given.is_absolute() or os.path.exists(given) else ROOT / given
 
 
 def preset_names(group: str) -> list[str]:

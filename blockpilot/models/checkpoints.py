@@ -11,6 +11,7 @@ layers: ``draft_vocab_size`` (a head of its own, of so many rows) and ``own_embe
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,6 +167,23 @@ def check_weights(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -
     ]
     if complaints:
         raise UserError(f"its weights do not fit its config.json: {'; '.join(complaints)}")
+
+
+def check_finite(weights: Mapping[str, Tensor]) -> None:
+    """Whether every weight is a number, in the dtype it is used in.
+
+    Raises:
+        UserError: some are not: a damaged file, or values beyond what the dtype holds.
+    """
+    wrong = [f"{name} ({weight.dtype})" for name, weight in weights.items() if not _is_finite(weight)]
+    if wrong:
+        raise UserError(f"its weights hold NaN or infinite values: {listing(wrong)}; expected finite numbers")
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    # a sum passes on what is not finite and needs no copy; of numbers of one byte torch has no sum
+    wide = tensor.detach().float() if tensor.element_size() == 1 else tensor.detach()
+    return math.isfinite(float(wide.sum(dtype=torch.float64)))
 
 
 def _described(tensor: Tensor) -> str:

@@ -115,7 +115,10 @@ def _look_into(file: Path) -> tuple[str, str | None]:
     """
     from gguf import GGUFReader  # pyright: ignore[reportMissingImports]
 
-    reader = GGUFReader(file)
+    try:
+        reader = GGUFReader(file)
+    except Exception as error:  # it checks little: what it reads behind the end fails somewhere in NumPy
+        raise UserError(f"it is truncated or no GGUF file ({type(error).__name__}: {error})") from error
     kinds: Counter[str] = Counter()
     for tensor in reader.tensors:
         kinds[tensor.tensor_type.name] += int(tensor.n_elements)

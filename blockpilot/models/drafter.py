@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
-from blockpilot.models.checkpoints import check_weights, read_checkpoint
+from blockpilot.models.checkpoints import check_finite, check_weights, read_checkpoint
 from blockpilot.models.drafter_config import DrafterSettings, Sight
 from blockpilot.models.lean import DenseLayer, Linear, Norm, Rotary, attend
 
@@ -257,6 +257,7 @@ class DFlashDrafter(PreTrainedModel):
             name: weight.to(dtype) if weight.is_floating_point() else weight.to(torch.int64)
             for name, weight in checkpoint.weights.items()
         }
+        check_finite(weights)
         drafter.load_state_dict(weights, assign=True)
         # its tables are no weights: what was made on the meta device holds nothing
         drafter.rotary_emb = Qwen3RotaryEmbedding(checkpoint.config)

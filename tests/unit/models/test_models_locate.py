@@ -32,6 +32,22 @@ def test_the_first_that_is_there_is_taken_without_a_word(tmp_path: Path, caplog:
     assert not caplog.records
 
 
+def test_a_folder_may_have_a_name_that_reads_like_a_choice(tmp_path: Path) -> None:
+    folder = tmp_path / "mine or yours"
+    folder.mkdir()
+    assert locate(str(folder), key="model.target") == folder
+
+
+@pytest.mark.parametrize("source", ["", " ", "x" * 300, "/x" * 3000, "a\0b", "pkg:///etc", "pkg://../.."])
+def test_what_no_folder_is_called(source: str) -> None:
+    assert error_of(source).startswith("model.target=")
+
+
+def test_a_file_that_is_no_gguf_file(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_text("")
+    assert "is a file; expected a folder" in error_of(str(tmp_path / "model.safetensors"))
+
+
 def test_another_is_taken_with_a_line_that_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert locate(f"{HUB_ID} or {tmp_path}", key="model.target") == tmp_path

@@ -83,10 +83,10 @@ def test_a_dtype_that_is_none(saved: Path, dtype: str) -> None:
     assert dtype in error_of(lambda: load(saved, dtype=dtype))
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda:x"])
-def test_a_device_that_is_none(saved: Path, device: str) -> None:
+@pytest.mark.parametrize("device", ["gpu", "cuda:x", None])
+def test_a_device_that_is_none(saved: Path, device: Any) -> None:
     message = error_of(lambda: load_pair(target=saved / "target", drafter=saved / "drafter", device=device))
-    assert device in message
+    assert f"device={device!r}" in message
 
 
 def test_objects_and_folders_mix(saved: Path) -> None:
@@ -112,6 +112,18 @@ def change_config(folder: Path, change: Callable[[dict], object]) -> None:
     config = json.loads(file.read_text())
     change(config)
     file.write_text(json.dumps(config))
+
+
+def test_a_target_of_weights_that_are_no_numbers(folders: Path) -> None:
+    change_weights(folders / "target", lambda weights: weights["lm_head.weight"][3].fill_(torch.nan))
+    message = error_of(lambda: load(folders))
+    assert "model.target=" in message and "NaN or infinite values: lm_head.weight" in message
+
+
+def test_a_stop_token_that_is_no_number(folders: Path) -> None:
+    (folders / "target/generation_config.json").write_text('{"eos_token_id": "<eos>"}')
+    pair = load(folders)
+    assert "eos_token_id='<eos>'" in error_of(lambda: pair.stop_token_ids)
 
 
 @pytest.mark.parametrize("name", ["fc.weight", "layers.1.self_attn.q_norm.weight", "norm.weight"])
