@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from blockpilot.config.checks import check_device, require
+from blockpilot.config.checks import LARGEST_BLOCK, check_device, require
 from blockpilot.config.collection import DatasetConfig, ModelConfig
 from blockpilot.config.evaluation import LoggerConfig
 
@@ -68,12 +68,15 @@ class DrafterTrainingConfig:
         }  # fmt: skip
         for name, low in least.items():
             require(getattr(self, name) >= low, f"{key}.{name}", getattr(self, name), f"a number of at least {low}")
+        size = self.block_size
+        require(size <= LARGEST_BLOCK, f"{key}.block_size", size, f"a number of at most {LARGEST_BLOCK}")
         fine = len(set(self.temperatures)) == len(self.temperatures) > 0
         fine = fine and all(0 <= t < float("inf") for t in self.temperatures)
         require(fine, f"{key}.temperatures", self.temperatures, "one or more different numbers of 0 or more")
         if self.loss_decay is None:
             self.loss_decay = max(1.0, self.block_size * 3 / 8 + 1)
-        require(self.loss_decay > 0, f"{key}.loss_decay", self.loss_decay, "a number above 0, or null")
+        # far below this the weight of every place but the first is 0 in fp32
+        require(self.loss_decay >= 0.01, f"{key}.loss_decay", self.loss_decay, "a number of at least 0.01, or null")
         require(0 <= self.soft_weight <= 1, f"{key}.soft_weight", self.soft_weight, "a number in [0, 1]")
         require(0 < self.learning_rate < 1e3, f"{key}.learning_rate", self.learning_rate, "a number in (0, 1000)")
         require(0 <= self.weight_decay < 1e3, f"{key}.weight_decay", self.weight_decay, "a number in [0, 1000)")

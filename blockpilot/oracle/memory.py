@@ -9,6 +9,7 @@ import ctypes
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -126,6 +127,25 @@ def _malloc_trim() -> Callable[[int], int] | None:
         return ctypes.CDLL(None).malloc_trim
     except (OSError, AttributeError, TypeError):  # another C library, another system
         return None
+
+
+@contextmanager
+def within_memory(device: torch.device, smaller: str) -> Iterator[None]:
+    """Work that is not tried again in parts.
+
+    Args:
+        device: where it is done.
+        smaller: configuration keys of which smaller values need less.
+
+    Raises:
+        UserError: memory runs out; the message names both.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not _out_of_memory(error):
+            raise
+        raise UserError(f"out of memory on {device}; expected a smaller {smaller}") from error
 
 
 def _out_of_memory(error: Exception) -> bool:

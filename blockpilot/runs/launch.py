@@ -24,6 +24,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+from safetensors import SafetensorError
 
 from blockpilot.config import to_dataclass, to_yaml
 from blockpilot.errors import FULL_ERROR, HINT, ONE_LINE, UserError, full_errors, tell
@@ -52,7 +53,7 @@ _GRID = "BasicSweeper"
 _NOT_COMPOSED = (HydraException, OmegaConfBaseException, ValueError)
 """What Hydra raises about a command line."""
 _HELP = "(--help lists groups, presets and the most used keys; --cfg job shows all keys)"
-_GO_ON = "interrupted; labels collected so far are kept, and the same command goes on from them"
+_GO_ON = "interrupted; labels and answers made so far are kept, and the same command goes on from them"
 
 
 def launch(main: Callable[[], object], command: str) -> None:
@@ -85,8 +86,8 @@ def _tell_why(error: Exception, command: str) -> int:
     typed = isinstance(error, HydraException) or (isinstance(error, _NOT_COMPOSED) and not FailedJobs.is_unfinished())
     if job is None and typed:
         line = explain(error, command, sys.argv[1:])
-    elif job is None and isinstance(error, OSError) and error.errno in _NO_ROOM:
-        line = f"hydra.run.dir: {error.filename or 'the output folder'} cannot be written: {error.strerror}"
+    elif job is None and isinstance(error, OSError) and (reason := _no_room(error)) is not None:
+        line = f"hydra.run.dir: {error.filename or 'the output folder'} cannot be written: {reason}"
     if full_errors():
         traceback.print_exc()
     elif line is not None:
@@ -94,6 +95,15 @@ def _tell_why(error: Exception, command: str) -> int:
     else:
         traceback.print_exception(error.with_traceback(job or error.__traceback__))
     return 1 if line is None else USER_ERROR
+
+
+def _no_room(error: OSError | SafetensorError) -> str | None:
+    """What the system says where it takes no more bytes; None for another error."""
+    if isinstance(error, OSError):
+        return error.strerror if error.errno in _NO_ROOM else None
+    # of the system's error this library keeps the text alone
+    told = (os.strerror(number) for number in _NO_ROOM if f"(os error {number})" in str(error))
+    return next(told, None)
 
 
 @contextmanager
@@ -145,17 +155,26 @@ def run_job(config: DictConfig, schema: type[T], run: Callable[[T, Path, str | N
         return result if isinstance(result, float) else None
     except UserError as error:
         _fail(str(error))
-    except OSError as error:
-        if error.errno not in _NO_ROOM:
+    except (OSError, SafetensorError) as error:
+        reason = _no_room(error)
+        if reason is None:
             raise
-        _fail(f"hydra.run.dir: {error.filename or folder} cannot be written: {error.strerror}")
+        _fail(f"hydra.run.dir: {getattr(error, 'filename', None) or folder} cannot be written: {reason}")
     except (KeyboardInterrupt, SystemExit) as error:
         # Lightning turns an interrupt into exit code 1; other codes are a launcher's, which may run the job again
         if isinstance(error, SystemExit) and error.code != 1:
             raise
-        log.error(_GO_ON)
+        log.error("%s%s", _GO_ON, _resuming(config, folder))
         sys.exit(INTERRUPTED)
     return None
+
+
+def _resuming(config: DictConfig, folder: Path) -> str:
+    """How to go on with a training that has left a checkpoint; nothing where there is none."""
+    group = next((group for group in ("trainer", "drafter_training") if group in config), None)
+    if group is None or not (folder / "checkpoints").is_dir():
+        return ""
+    return f"; {group}.resume=true hydra.run.dir={folder} goes on with the training"
 
 
 def optimized(run: Callable[[S, Path, str | None], Mapping[str, Any]]) -> Callable[[S, Path, str | None], float | None]:

@@ -23,12 +23,13 @@ _PARTS = ("state_dict", "optimizer_states", "lr_schedulers", "callbacks", "loops
 """Of a checkpoint that training can go on from."""
 
 
-def checkpoint_to_resume(checkpoints: Path, settings: Mapping[str, Any]) -> Path | None:
+def checkpoint_to_resume(checkpoints: Path, settings: Mapping[str, Any], key: str) -> Path | None:
     """The last checkpoint of a folder, if it is there.
 
     Args:
         checkpoints: the folder.
         settings: hyper-parameters of this run; those of the checkpoint must be the same, but for how long to train.
+        key: configuration key that asks for it, named in errors.
 
     Raises:
         UserError: it cannot be read, or was made with another configuration.
@@ -48,12 +49,12 @@ def checkpoint_to_resume(checkpoints: Path, settings: Mapping[str, Any]) -> Path
         earlier = dict(saved["hyper_parameters"])
     except (OSError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"trainer.resume: {path} cannot be read: {type(error).__name__}: {reason}") from error
+        raise UserError(f"{key}: {path} cannot be read: {type(error).__name__}: {reason}") from error
     free = {"max_epochs", "patience", "devices", "resume"}
     for name, now in flat(settings).items():
         before = flat(earlier).get(name)
         if before != now and name.split(".")[-1] not in free:
-            raise UserError(f"trainer.resume: {path} was made with {name}={before!r}, this run has {now!r}")
+            raise UserError(f"{key}: {path} was made with {name}={before!r}, this run has {now!r}")
     log.info("going on from %s", path)
     return path
 

@@ -23,6 +23,7 @@ from blockpilot.learning.callbacks import (
     evaluating,
     monitored,
 )
+from blockpilot.learning.checkpoint_files import WholeCheckpoints
 from blockpilot.learning.datamodule import LabelDataModule
 from blockpilot.learning.history import History
 from blockpilot.learning.module import BlockSizeModule
@@ -190,6 +191,7 @@ def fit(
         strategy="ddp" if several else "auto",
         use_distributed_sampler=False,
         callbacks=callbacks,
+        plugins=[WholeCheckpoints()],
         logger=logger or False,
         default_root_dir=folder,
         log_every_n_steps=1,
@@ -198,7 +200,7 @@ def fit(
     # whatever is wrong with the data is told before other processes are started
     data.prepare_data()
     data.setup()
-    last = checkpoint_to_resume(checkpoints, module.hparams) if config.trainer.resume else None
+    last = checkpoint_to_resume(checkpoints, module.hparams, "trainer.resume") if config.trainer.resume else None
     with side_by_side(config.trainer.devices):
         trainer.fit(module, datamodule=data, ckpt_path=last)
     checkpoint = next(c for c in callbacks if isinstance(c, ModelCheckpoint))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +15,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from blockpilot.config import FIRST_WEIGHTS, TrainDrafterConfig, project_path, require, to_plain
+from blockpilot.config import FIRST_WEIGHTS, DrafterTrainingConfig, TrainDrafterConfig, project_path, require, to_plain
 from blockpilot.drafter_training.answers import Sampling, answers_of, self_written
 from blockpilot.drafter_training.card import Learned, Measured, card
 from blockpilot.drafter_training.data import DrafterDataModule, Steps
@@ -24,12 +25,14 @@ from blockpilot.drafter_training.texts import Text, TextStore
 from blockpilot.drafter_training.validation import SimulatedAcceptance, in_dtype_of_target, simulated_tau
 from blockpilot.errors import UserError
 from blockpilot.learning.callbacks import LAST, MovableCheckpoint
+from blockpilot.learning.checkpoint_files import WholeCheckpoints
 from blockpilot.learning.datamodule import hash_fraction
 from blockpilot.models import DFlashDrafter, Pair, load_target_and_tokenizer
 from blockpilot.models.drafter_config import spread_taps
 from blockpilot.models.locate import locate
-from blockpilot.models.pair import check_fit, load_drafter
+from blockpilot.models.pair import check_fit, guard, load_drafter
 from blockpilot.models.target import decoder_layers
+from blockpilot.oracle.memory import within_memory
 from blockpilot.prompts import PromptRow
 from blockpilot.report import TrainingProgress, progress_bar
 from blockpilot.runs.job import start_job
@@ -89,10 +92,20 @@ def train_drafter(config: TrainDrafterConfig, folder: Path, group: str | None = 
 
 @torch.no_grad()
 def _save(pair: Pair, folder: Path) -> None:
-    """Stores the drafter in bf16, and gives it the weights that are stored: what is measured is what is shipped."""
+    """Stores the drafter in bf16, and gives it the weights that are stored: what is measured is what is shipped.
+
+    The folder is there when it is whole; until then an earlier one stays.
+    """
     stored = copy.deepcopy(pair.drafter)
     torch.nn.Module.to(stored, torch.bfloat16)
-    stored.save_pretrained(folder)
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        stored.save_pretrained(partial)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     for parameter, rounded in zip(pair.drafter.parameters(), stored.parameters(), strict=True):
         parameter.copy_(rounded)
 
@@ -113,6 +126,7 @@ def untrained_pair(config: TrainDrafterConfig) -> Pair:
     torch.manual_seed(config.seed)
     mask_token_id = _mask_token_id(wanted.mask_token, tokenizer)
     if wanted.initial in FIRST_WEIGHTS:
+        _check_depth(wanted, len(decoder_layers(target)))
         drafter = new_drafter(
             target,
             block_size=wanted.block_size,
@@ -129,15 +143,35 @@ def untrained_pair(config: TrainDrafterConfig) -> Pair:
     return Pair(target, drafter, tokenizer, config.model.name, config.model.thinking)
 
 
+def _check_depth(wanted: DrafterTrainingConfig, depth: int) -> None:
+    """Whether a target of ``depth`` layers has the layers that a new drafter reads and starts from.
+
+    Raises:
+        UserError: it has not.
+    """
+    most = depth if depth > 2 else 1  # of two layers, the third from last is none
+    allowed = f"1 to {most}, as the target has {depth} layers"
+    require(wanted.num_taps <= most, "drafter_training.num_taps", wanted.num_taps, allowed)
+    lent = wanted.num_layers <= depth or wanted.initial != "target"
+    allowed = f"1 to {depth}, the target's layers, or drafter_training.initial=random"
+    require(lent, "drafter_training.num_layers", wanted.num_layers, allowed)
+
+
 def _trained_before(config: TrainDrafterConfig, target: PreTrainedModel, mask_token_id: int) -> DFlashDrafter:
     """The drafter that ``drafter_training.initial`` names, to go on from.
 
     Raises:
         UserError: it cannot be loaded, is not for this target, or is not what the other settings describe.
     """
-    wanted = config.drafter_training
-    drafter = load_drafter(locate(wanted.initial, key="drafter_training.initial"), target)
-    check_fit(target, drafter)
+    wanted, key = config.drafter_training, "drafter_training.initial"
+    folder = locate(wanted.initial, key=key)
+
+    def load() -> DFlashDrafter:
+        loaded = load_drafter(folder, target)
+        check_fit(target, loaded)
+        return loaded
+
+    drafter = guard(key, folder, load)
     if drafter.lm_head is not None:
         raise UserError(
             f"drafter_training.initial={wanted.initial!r} has a head of its own; only the target's is trained with"
@@ -197,7 +231,11 @@ def _answered(
     config: TrainDrafterConfig, pair: Pair, name: str, rows: Sequence[PromptRow], sampling: Sampling
 ) -> TextStore:
     root, size = project_path(config.answers_dir), config.drafter_training.shard_size
-    with progress_bar(f"answers to {name} at T = {sampling.temperature:g}", len(rows)) as advance:
+    smaller = "drafter_training.shard_size or drafter_training.max_new_tokens"
+    with (
+        progress_bar(f"answers to {name} at T = {sampling.temperature:g}", len(rows)) as advance,
+        within_memory(pair.device, smaller),
+    ):
         return answers_of(root, name, pair, rows, sampling, size, advance)
 
 
@@ -250,16 +288,18 @@ def fit(
             MovableCheckpoint(dirpath=checkpoints, filename=LAST.removesuffix(".ckpt"), enable_version_counter=False),
             TrainingProgress("training the drafter", wanted.max_steps, "steps", ("train/loss", "val/tau")),
         ],
+        plugins=[WholeCheckpoints()],
         logger=logger or False,
         default_root_dir=folder,
         log_every_n_steps=10,
         num_sanity_val_steps=0,
         enable_model_summary=False,
     )
-    last = checkpoint_to_resume(checkpoints, module.hparams) if wanted.resume else None
-    trainer.fit(
-        module, datamodule=DrafterDataModule(steps, wanted.max_steps, wanted.steps_per_validation), ckpt_path=last
-    )
+    last = checkpoint_to_resume(checkpoints, module.hparams, "drafter_training.resume") if wanted.resume else None
+    data = DrafterDataModule(steps, wanted.max_steps, wanted.steps_per_validation)
+    keys = ("batch_size", "num_anchors", "block_size")
+    with within_memory(module.drafter.device, " or ".join(f"drafter_training.{key}" for key in keys)):
+        trainer.fit(module, datamodule=data, ckpt_path=last)
     if not all(bool(torch.isfinite(p).all()) for p in module.parameters()):
         raise UserError(f"training diverged; drafter_training.learning_rate={wanted.learning_rate} may be too large")
     return trainer.global_step

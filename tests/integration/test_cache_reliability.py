@@ -403,7 +403,7 @@ def test_an_interrupt_ends_with_one_line_and_loses_nothing(
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 130, output
-    assert "Traceback" not in output and "interrupted; labels collected so far are kept" in output
+    assert "Traceback" not in output and "interrupted; labels and answers made so far are kept" in output
     before = shards(cache_dir)
     assert len(before) > 0
     assert not [path for path in cache_dir.rglob(".*")]

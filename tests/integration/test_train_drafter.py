@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -92,7 +93,8 @@ def test_a_killed_training_ends_where_an_uninterrupted_one_does(whole: Path) -> 
     assert checkpoint.exists() and not (parts / "drafter").exists(), "it must have been killed in between"
     other = run(parts, "drafter_training.resume=true", "drafter_training.learning_rate=0.5")
     assert other.returncode == 2
-    assert "made with drafter_training.learning_rate=0.001, this run has 0.5" in other.stdout + other.stderr
+    told = f"drafter_training.resume: {checkpoint} was made with drafter_training.learning_rate=0.001, this run has 0.5"
+    assert told in other.stdout + other.stderr
     resumed = run(parts, "drafter_training.resume=true")
     assert resumed.returncode == 0 and "going on from" in resumed.stdout, resumed.stdout + resumed.stderr
     expected, found = (load_file(folder / "drafter/model.safetensors") for folder in (whole, parts))
@@ -101,6 +103,25 @@ def test_a_killed_training_ends_where_an_uninterrupted_one_does(whole: Path) -> 
         assert torch.equal(tensor, found[name]), name
     metrics = [json.loads((folder / "metrics.json").read_text()) for folder in (whole, parts)]
     assert metrics[0] == metrics[1]
+
+
+def test_a_full_disk_leaves_what_was_there(whole: Path) -> None:
+    """As on a full disk: the system refuses the bytes of a checkpoint behind its first megabyte."""
+    full = whole.parent / "full"
+    shutil.copytree(whole, full)
+    checkpoint = full / "checkpoints/last.ckpt"
+    before = {path: path.read_bytes() for path in (checkpoint, *(full / "drafter").iterdir())}
+    assert checkpoint.stat().st_size > 2**20
+    limited = (
+        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20)); "
+        "runpy.run_module('blockpilot.train_drafter', run_name='__main__')"
+    )
+    python, _, _, *settings = command(full)
+    done = subprocess.run([python, "-c", limited, *settings], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    output = done.stdout + done.stderr
+    assert done.returncode == 2 and "Traceback" not in output, output
+    assert f"error: hydra.run.dir: {checkpoint} cannot be written: File too large" in output
+    assert all(path.read_bytes() == content for path, content in before.items())
 
 
 def test_training_goes_on_from_a_trained_drafter(whole: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from blockpilot import oracle
 from blockpilot.errors import UserError
-from blockpilot.oracle.memory import BatchMemory
+from blockpilot.oracle.memory import BatchMemory, within_memory
 from tests.toy import make_prompts
 from tests.unit.oracle.test_oracle_replay import SIZES, random_pair
 
@@ -44,6 +44,15 @@ def test_groups_hold_like_costs_within_both_limits() -> None:
     assert groups(BatchMemory(None, CPU, 1), [], 64) == []
     assert list(BatchMemory(20, CPU, 1).in_order(costs, 64)) == [[0], [1], [2, 3], [4], [5]]
     assert list(BatchMemory(None, CPU, 1).in_order(costs, 4)) == [[0, 1, 2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_work_in_one_piece_that_runs_out_of_memory_is_told_with_its_keys(error: str) -> None:
+    told = "^out of memory on cpu; expected a smaller batch$"
+    with pytest.raises(UserError, match=told), within_memory(CPU, "batch"):
+        raise ERRORS[error]()
+    with pytest.raises(RuntimeError, match="a bug"), within_memory(CPU, "any"):
+        raise RuntimeError("a bug")
 
 
 @pytest.mark.parametrize("error", ERRORS)

@@ -16,7 +16,7 @@ from blockpilot.config import CONF_DIR
 
 APP = """
 import os, time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 import hydra
 from blockpilot.errors import UserError
 from blockpilot.runs.launch import launch, run_job
@@ -24,6 +24,7 @@ from blockpilot.runs.launch import launch, run_job
 @dataclass
 class Settings:
     x: int = 0
+    trainer: dict = field(default_factory=dict)
 
 def work(settings, folder, group):
     (folder / "gpus.txt").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "unset"))
@@ -34,6 +35,14 @@ def work(settings, folder, group):
     if settings.x == 3 and not (folder / "started").exists():
         (folder / "started").write_text(str(os.getpid()))
         time.sleep(60)
+    if settings.x == 4:
+        import resource, torch
+        from safetensors.torch import save_file
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        save_file({"weight": torch.zeros(1000)}, folder / "model.safetensors")
+    if settings.x == 5:
+        (folder / "checkpoints").mkdir()
+        raise KeyboardInterrupt
     (folder / "done.txt").write_text(str(group))
 
 @hydra.main(config_path="conf", config_name="app", version_base="1.3")
@@ -122,6 +131,10 @@ def test_a_single_run(app: list[str], tmp_path: Path) -> None:
     hint = "(HYDRA_FULL_ERROR=1 shows where this comes from)"
     assert (code, output.splitlines()) == (2, ["error: x=1 is not allowed; expected another", hint])
     assert finished([*app, "x=one"], tmp_path)[0] == 2
+    # weights that the disk has no room for: their library has an error of its own
+    code, output = finished([*app, "x=4"], tmp_path)
+    assert (code, output.splitlines()[1:]) == (2, [hint]), output
+    assert output.startswith("error: hydra.run.dir: ") and "cannot be written: File too large" in output
     # a bug's traceback begins at the job: what is above it is Hydra's
     code, output = finished([*app, "x=2"], tmp_path)
     assert code == 1 and "RuntimeError: a bug" in output
@@ -253,6 +266,14 @@ def test_a_study_on_disk_goes_on(search: list[str], tmp_path: Path) -> None:
         assert base.execute("select count(*), sum(state = 'COMPLETE') from trials").fetchone() == (4, 4)
 
 
+def test_an_interrupted_training_is_told_how_it_goes_on(app: list[str], tmp_path: Path) -> None:
+    code, output = finished([*app, "x=5", "+trainer.resume=false"], tmp_path)
+    assert code == 130 and output.rstrip().endswith(
+        f"the same command goes on from them; trainer.resume=true hydra.run.dir={tmp_path / 'run'} goes on with the "
+        "training"
+    )
+
+
 @pytest.mark.parametrize("launcher", PLUGINS)
 def test_an_interrupt_is_told_and_ends_all_jobs(app: list[str], tmp_path: Path, launcher: str) -> None:
     need(launcher)
@@ -260,7 +281,7 @@ def test_an_interrupt_is_told_and_ends_all_jobs(app: list[str], tmp_path: Path, 
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 130, output
-    assert "interrupted; labels collected so far are kept" in output
+    assert "interrupted; labels and answers made so far are kept" in output
     deadline = time.monotonic() + 30
     while _group_is_alive(process.pid) and time.monotonic() < deadline:
         time.sleep(0.05)
