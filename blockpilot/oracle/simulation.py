@@ -236,9 +236,10 @@ class _Prompt:
     def seen(self, name: str, place: int) -> Tensor:
         """``logits`` (``[V]``) or ``hidden`` (``[D]``) that output token ``place`` was drawn from."""
         like = {"device": self.pair.device, "dtype": self.pair.target.dtype}
-        first = getattr(self.record, name) if place == 0 else None
-        if first is not None:
-            return first.to(**like)
+        if place == 0:
+            if getattr(self.record, name) is None:
+                self.record = read_prefill(self.pair, self.record)
+            return getattr(self.record, name).to(**like)
         self.supply("states")
         assert self.record.states is not None
         state = self.record.states[place].to(**like)
@@ -264,6 +265,14 @@ class _KnownPrefill(Prefill):
     @property
     def hidden(self) -> Tensor:  # type: ignore[override]
         return self._read("hidden")  # type: ignore[attr-defined]
+
+
+@torch.inference_mode()
+def read_prefill(pair: Pair, record: OracleRecord) -> OracleRecord:
+    """The record with ``logits`` and ``hidden`` of its prompt's last position, for which the output is not read."""
+    tokens = torch.tensor([record.prompt_ids], device=pair.device)
+    first = pair.runner.forward(tokens, pair.runner.new_cache(len(record.prompt_ids)), keep=1)
+    return replace(record, logits=first.logits[0, -1].float().cpu(), hidden=first.hidden[0, -1].float().cpu())
 
 
 @torch.inference_mode()
