@@ -28,8 +28,8 @@ from blockpilot.models.kv_cache import KVCache
 _TILE = 32
 _FEW_ROWS = range(1, 20)
 _LARGE = 1 << 16
-_NARROW = 6144
-"""Numbers in a block of rows that stays in a core's first cache (24 KiB)."""
+_NARROW = 4608
+"""Most numbers in a block of rows that is multiplied weight first."""
 ROPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose angle at a position does not depend on how long the text is."""
 
