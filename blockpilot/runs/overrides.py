@@ -58,6 +58,8 @@ def _no_group(group: str, command: str, arguments: Sequence[str]) -> str:
 
 def _no_key(key: str, command: str, arguments: Sequence[str]) -> str:
     keys, groups = names_of(command, _presets(arguments))
+    if command != "train" and key in names_of("train", _presets(arguments))[0]:
+        return f"{key} is a key of train.py, not of this command"
     place, dot, name = key.rpartition(".")
     beside = [one[len(place + dot) :] for one in (*keys, *groups) if one.rpartition(".")[0] == place]
     elsewhere = [one for one in keys if one.rpartition(".")[2] == name]

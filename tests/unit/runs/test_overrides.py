@@ -72,6 +72,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.Captur
         ("evaluate", ["policy=emma"], "policy=emma is not a preset (...); did you mean policy=ema?"),
         ("evaluate", ["policy=ema", "policy.alhpa=1"], "policy.alhpa is not a key; did you mean policy.alpha?"),
         ("evaluate", ["policy=fixed", "policy.alpha=1"], "policy.alpha is not a key; policy has name, block_size"),
+        ("evaluate", ["trainer.max_epochs=3"], "trainer.max_epochs is a key of train.py, not of this command"),
         ("collect", ["oracle.radus=3"], "oracle.radus is not a key; did you mean oracle.radius?"),
         ("profile", ["profile.repeat=3"], "profile.repeat is not a key; did you mean profile.repeats?"),
         ("train_drafter", ["drafter_training.max_step=3"],
