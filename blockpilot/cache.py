@@ -1,4 +1,4 @@
-"""Look through, show and merge label caches: ``python -m blockpilot.cache verify|show|merge``.
+"""Look through, show and merge label caches: python -m blockpilot.cache verify|show|merge.
 
 DIR is the folder of one cache (with manifest.json) or one above, such as data/cache; then all caches below are taken.
 Exit codes: 0; 1 where verify finds a cache that is not complete and whole; 2 where something given cannot be used.

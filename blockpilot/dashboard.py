@@ -1,4 +1,4 @@
-"""The project's workspace in Weights & Biases: ``python -m blockpilot.dashboard``; ``--dry-run`` only prints it."""
+"""The project's workspace in Weights & Biases: python -m blockpilot.dashboard; --dry-run only prints it."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ The wrappers stay in ``metrics.modules``, so that who only decodes does not load
 
 from __future__ import annotations
 
-from blockpilot.metrics.estimate import Estimate, PairedBootstrap
+from blockpilot.metrics.estimate import FEWEST_PROMPTS, Estimate, PairedBootstrap
 from blockpilot.metrics.formulas import (
     best_choice,
     best_fixed,
@@ -31,6 +31,7 @@ from blockpilot.metrics.sweep import (
 )
 
 __all__ = [
+    "FEWEST_PROMPTS",
     "DecodedPrompt",
     "Estimate",
     "FixedSize",

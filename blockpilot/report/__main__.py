@@ -1,4 +1,4 @@
-"""Reports on data that is already there: ``python -m blockpilot.report build DIR``, or ``sweep``, or ``ablation``."""
+"""Reports on data that is already there: python -m blockpilot.report build DIR, or sweep, or ablation."""
 
 from __future__ import annotations
 

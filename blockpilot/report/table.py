@@ -14,7 +14,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from blockpilot.metrics import Estimate, PolicySummary
+from blockpilot.metrics import FEWEST_PROMPTS, Estimate, PolicySummary
 
 NO_VALUE = "-"
 """Shown where a figure is undefined or was not asked for."""
@@ -128,10 +128,12 @@ def summary_rows(summaries: Sequence[PolicySummary]) -> list[dict[str, Any]]:
 def summary_table(summaries: Sequence[PolicySummary]) -> Table:
     """A terminal table with a row per policy; 95 % intervals stand in brackets under their figures."""
     rows = summary_rows(summaries)
+    few = max(row["num_prompts"] for row in rows) < FEWEST_PROMPTS
     return _table(
         f"Policies on {prompts_text(rows)} [95% interval]",
         [row["policy"] for row in rows],
         {column.heading: [column.cell(row) for row in rows] for column in columns(rows)},
+        f"with fewer than {FEWEST_PROMPTS} prompts no gain counts as distinguishable" if few else None,
     )
 
 
@@ -178,9 +180,11 @@ def _verdict(gain: Estimate | None) -> str | None:
     return None if gain is None or math.isnan(gain.value) else gain.verdict
 
 
-def _table(title: str, policies: Sequence[str], cells: Mapping[str, Sequence[Sequence[str]]]) -> Table:
+def _table(
+    title: str, policies: Sequence[str], cells: Mapping[str, Sequence[Sequence[str]]], caption: str | None = None
+) -> Table:
     """A row per policy, a column per heading; columns may become as narrow as their longest word, which stays whole."""
-    table = Table(title=Text(title))
+    table = Table(title=Text(title), caption=caption)
     table.add_column("policy", no_wrap=True, min_width=max(map(len, ["policy", *policies])))
     for heading, column in cells.items():
         words = " ".join([heading, *(line for lines in column for line in lines)]).split()

@@ -52,6 +52,8 @@ def evaluate(config: EvaluateConfig, folder: Path, group: str | None = None) -> 
     trained = _trained_policy(config)
     rows = config.evaluation.policies
     learns = trained is None and BEST_FIXED in (config.policy.name, *rows)
+    if learns:
+        log.info("best_fixed is found on the training prompts, so these are labelled too where they are not yet")
     sources = read_sources(config, splits=("train", "test") if learns else ("test",))
     pair = assemble_pair(config.model, config.drafter, device=config.device)
     labels = Labels(config, pair, sources)

@@ -99,6 +99,12 @@ def test_table_shows_figures_intervals_verdicts_and_counts(summaries: list[Polic
     assert cells(text, "autoregressive")[6:] == [["-"]] * 3
 
 
+def test_few_prompts_are_said_to_give_no_verdict(summaries: list[PolicySummary]) -> None:
+    words = "with fewer than 10 prompts no gain counts as distinguishable"
+    assert words in rendered(summaries)
+    assert words not in rendered([dataclasses.replace(one, num_prompts=10) for one in summaries])
+
+
 @pytest.mark.parametrize("verdict", ["better", "worse", "not distinguishable"])
 def test_verdicts_are_in_words(summaries: list[PolicySummary], verdict: str) -> None:
     ends = {"better": (0.003, 0.02), "worse": (-0.02, -0.003), "not distinguishable": (-0.01, 0.02)}[verdict]
