@@ -28,7 +28,7 @@ from blockpilot.models.kv_cache import KVCache
 _TILE = 32
 _FEW_ROWS = range(1, 20)
 _LARGE = 1 << 16
-_NARROW = 4096
+_NARROW = 3072
 """Most numbers in a block of rows that is multiplied weight first."""
 ROPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose angle at a position does not depend on how long the text is."""
