@@ -16,7 +16,8 @@ from blockpilot.config import CONF_DIR
 
 APP = """
 import os, time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 import hydra
 from blockpilot.errors import UserError
 from blockpilot.runs.launch import launch, run_job
@@ -24,7 +25,7 @@ from blockpilot.runs.launch import launch, run_job
 @dataclass
 class Settings:
     x: int = 0
-    trainer: dict = field(default_factory=dict)
+    trainer: Any = None
 
 def work(settings, folder, group):
     (folder / "gpus.txt").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "unset"))
@@ -35,12 +36,12 @@ def work(settings, folder, group):
     if settings.x == 3 and not (folder / "started").exists():
         (folder / "started").write_text(str(os.getpid()))
         time.sleep(60)
-    if settings.x == 4:
+    if settings.x == 8:
         import resource, torch
         from safetensors.torch import save_file
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
         save_file({"weight": torch.zeros(1000)}, folder / "model.safetensors")
-    if settings.x == 5:
+    if settings.x == 9:
         (folder / "checkpoints").mkdir()
         raise KeyboardInterrupt
     (folder / "done.txt").write_text(str(group))
@@ -132,7 +133,7 @@ def test_a_single_run(app: list[str], tmp_path: Path) -> None:
     assert (code, output.splitlines()) == (2, ["error: x=1 is not allowed; expected another", hint])
     assert finished([*app, "x=one"], tmp_path)[0] == 2
     # weights that the disk has no room for: their library has an error of its own
-    code, output = finished([*app, "x=4"], tmp_path)
+    code, output = finished([*app, "x=8"], tmp_path)
     assert (code, output.splitlines()[1:]) == (2, [hint]), output
     assert output.startswith("error: hydra.run.dir: ") and "cannot be written: File too large" in output
     # a bug's traceback begins at the job: what is above it is Hydra's
@@ -267,7 +268,7 @@ def test_a_study_on_disk_goes_on(search: list[str], tmp_path: Path) -> None:
 
 
 def test_an_interrupted_training_is_told_how_it_goes_on(app: list[str], tmp_path: Path) -> None:
-    code, output = finished([*app, "x=5", "+trainer.resume=false"], tmp_path)
+    code, output = finished([*app, "x=9", "+trainer.resume=false"], tmp_path)
     assert code == 130 and output.rstrip().endswith(
         f"the same command goes on from them; trainer.resume=true hydra.run.dir={tmp_path / 'run'} goes on with the "
         "training"
