@@ -54,7 +54,7 @@ def test_train_then_evaluate(run: Run, tmp_path: Path) -> None:
     again = run("evaluate.py", f"policy.path={folder / 'policy'}", f"hydra.run.dir={tmp_path / 'again'}",
                 "evaluation.num_prompts=2", "logger=csv")  # fmt: skip
     assert again.code == 0, again.output
-    assert "complete" in again.output  # the test labels were there already
+    assert "labels of tiny-test: all there" in again.output  # the test labels were there already
     table = json.loads((tmp_path / "again/metrics.json").read_text())["policies"]
     assert [row["policy"] for row in table] == ROWS
     assert not (tmp_path / "again/wandb").exists() and list((tmp_path / "again").rglob("metrics.csv"))
