@@ -145,7 +145,8 @@ def test_writers_of_one_command_fill_the_cache_of_one_writer(
     assert done.code == 2 and "Traceback" not in done.output, done.output
     assert "error: job 1: collect.shard_index=5 is not allowed" in done.output
     logs = [(tmp_path / f"sweep/{job}/collect.log").read_text() for job in (0, 2)]
-    collected = [[int(number) for number in re.findall(r"collecting tiny-\w+: (\d+) prompts in", text)] for text in logs]
+    lines = [re.findall(r"collecting tiny-\w+: (\d+) prompts in", text) for text in logs]
+    collected = [[int(number) for number in found] for found in lines]
     assert collected == [[4, 2], [4, 2]]  # of 8 and 4 prompts: nothing twice
     assert list((tmp_path / "sweep").glob("*/locality.png"))
 
