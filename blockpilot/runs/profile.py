@@ -39,7 +39,7 @@ def profile(config: ProfileRunConfig, folder: Path, group: str | None = None) ->
     sizes = sorted(set(wanted.block_sizes or range(1, pair.block_size + BEYOND_TRAINED + 1)))
     contexts = contexts_that_fit(pair, sizes, wanted.contexts)
     turns = len(contexts) * len(sizes) * (wanted.warmup + wanted.repeats)
-    with progress_bar(f"timing {pair.name}", turns, "rounds") as advance:
+    with progress_bar(f"timing {pair.name}", turns, "turns") as advance:
         measured = measure_latency(
             pair, sizes, contexts, warmup=wanted.warmup, repeats=wanted.repeats, seed=config.seed, advance=advance
         )
