@@ -19,7 +19,7 @@ from blockpilot.config.collection import (
 from blockpilot.config.commands import EvaluateConfig, TrainConfig
 from blockpilot.config.compose import compose_command, load_preset, names_of, to_dataclass, to_plain, to_yaml
 from blockpilot.config.drafter_training import FIRST_WEIGHTS, DrafterTrainingConfig, TrainDrafterConfig
-from blockpilot.config.evaluation import EvaluationConfig, LoggerConfig, PolicyConfig
+from blockpilot.config.evaluation import MOST_TAG_LETTERS, EvaluationConfig, LoggerConfig, PolicyConfig
 from blockpilot.config.learning import ObjectiveConfig, PredictorConfig, PreprocessConfig, TrainerConfig
 from blockpilot.config.places import CONF_DIR, LATENCY_DIR, MODELS_DIR, OUTPUTS_DIR, ROOT, preset_names, project_path
 from blockpilot.config.profiling import ProfileConfig, ProfileRunConfig
@@ -31,6 +31,7 @@ __all__ = [
     "LARGEST_BLOCK",
     "LATENCY_DIR",
     "MODELS_DIR",
+    "MOST_TAG_LETTERS",
     "OUTPUTS_DIR",
     "ROOT",
     "CollectConfig",

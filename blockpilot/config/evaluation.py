@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from blockpilot.config.checks import one_of, require
 from blockpilot.config.places import LATENCY_DIR, preset_names
 
+MOST_TAG_LETTERS = 64
+"""W&B takes no longer tag."""
+
 
 @dataclass
 class EvaluationConfig:
@@ -70,7 +73,8 @@ class LoggerConfig:
         if self.mode is not None:
             one_of("logger.mode", self.mode, ("online", "offline", "disabled"))
         for tag in self.tags:
-            require(1 <= len(tag) <= 64, "logger.tags", tag, "tags of 1 to 64 letters, which is what W&B takes")
+            fine = 1 <= len(tag) <= MOST_TAG_LETTERS
+            require(fine, "logger.tags", tag, f"tags of 1 to {MOST_TAG_LETTERS} letters, which is what W&B takes")
 
 
 @dataclass

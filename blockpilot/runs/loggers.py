@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
-from blockpilot.config import LoggerConfig, require
+from blockpilot.config import MOST_TAG_LETTERS, LoggerConfig, require
 from blockpilot.errors import UserError
 from blockpilot.report import define_summaries
 from blockpilot.runs.processes import is_first
@@ -22,8 +22,6 @@ _OLD_MODES = {"dryrun": "offline", "run": "online"}
 """Names that W&B still takes for its modes."""
 _RUN_ID = "wandb_run_id.txt"
 """In the output folder: the W&B run, for a job that goes on."""
-MOST_TAG_LETTERS = 64
-"""W&B takes no longer tag."""
 
 
 def require_logger(config: LoggerConfig) -> None:
